@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experiments import memory
+from experiments import caches, captured, memory
 from experiments.analysis.panels import table
-from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, save_activations
 from experiments.caches.files import claimed
-from experiments.captured import as_session, check_capture, drawing, resolved_steps, tables
+from experiments.captured import tables
 from experiments.edits import source_of
 from experiments.extraction import cache_builders
 from experiments.pipeline_session import PipelineSession
@@ -31,11 +30,10 @@ from experiments.progress import observed as observing
 from experiments.provenance import check_outputs
 from experiments.runs import Run
 from experiments.session import Session, load
+from wan import errors, interventions
 from wan.activations import SiteCapture
 from wan.config import RunConfig
-from wan.errors import ConfigError, as_numbers, did_you_mean, require_ascending, require_known, short_repr
 from wan.gradients import Attribution, Gradients, Metric
-from wan.interventions import Patch, Source, reusable
 from wan.policies import policy_of
 from wan.sites import OF_FORWARD, ActivationSite, check_site, observed, watched
 
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 STAY = ("multi_shot", "full", "window")  # policies whose keys stand where they were made
 
 
-@reusable
+@interventions.reusable
 def gradients(
     session: Any,
     *sites: Any,
@@ -71,7 +69,7 @@ def gradients(
 
     Of a pipeline x0 is that of each forward's own output, by branch, within that step's forward.
     """
-    session = as_session(session)
+    session = captured.as_session(session)
     chosen = numbers_of(session, layers, blocks, steps)
     named = tuple(check_site(name) for name in sites)
     recorder = Gradients(named, **chosen, through=through, metric=metric, to=to)
@@ -87,12 +85,12 @@ def gradients(
 def numbers_of(session: Any, layers: Any, blocks: Any, steps: Any) -> dict[str, Any]:
     """Return the selected layers, blocks and steps as lists of numbers, -1 resolved."""
     chosen = {
-        "layers": as_numbers("layers", layers),
-        "blocks": as_numbers("blocks", blocks),
-        "steps": resolved_steps(session, as_numbers("steps", steps)),
+        "layers": errors.as_numbers("layers", layers),
+        "blocks": errors.as_numbers("blocks", blocks),
+        "steps": captured.resolved_steps(session, errors.as_numbers("steps", steps)),
     }
     for name in ("blocks", "steps"):
-        require_ascending(name, chosen[name], "passes are differentiated in the order of the rollout")
+        errors.require_ascending(name, chosen[name], "passes are differentiated in the order of the rollout")
     return chosen
 
 
@@ -101,13 +99,15 @@ def check_gradients(session: Any, recorder: Gradients, recompute: bool = False) 
     config, model, sites = session.config, session.model_config, recorder.sites
     if isinstance(session, PipelineSession):
         if not sites:
-            raise ConfigError("gradients: name a site, such as z or resid_post")
+            raise errors.ConfigError("gradients: name a site, such as z or resid_post")
         if recorder.through != "pass" or recompute:
-            raise ConfigError(
+            raise errors.ConfigError(
                 "gradients of a pipeline are of one step's x0: its sampler cannot be differentiated; leave "
                 "through and recompute out"
             )
-        check_capture(session, SiteCapture(sites, recorder.layers, None, recorder.steps), streams=False)
+        captured.check_capture(
+            session, SiteCapture(sites, recorder.layers, None, recorder.steps), streams=False
+        )
         return
     policy, problem = policy_of(config), ""
     if not sites:
@@ -121,9 +121,9 @@ def check_gradients(session: Any, recorder: Gradients, recompute: bool = False) 
             f"through the KV cache they take cache_policy {' or '.join(STAY)}, without recompute_context"
         )
     if problem:
-        raise ConfigError(f"gradients: {problem}")
+        raise errors.ConfigError(f"gradients: {problem}")
     chosen = SiteCapture(sites, recorder.layers, recorder.blocks, recorder.steps)
-    check_capture(session, chosen, streams=False)
+    captured.check_capture(session, chosen, streams=False)
     needed = memory.bytes_of_graphs(config, model, chosen, recorder.through, session.dtype, recompute)
     if recorder.metric is not None and recorder.through != "rollout":  # one graph at a time
         needed //= recorder_graphs(config, recorder)
@@ -172,12 +172,12 @@ class SiteGradients(Mapping[str, Activations]):
     def tables(self) -> dict[str, Activations]:
         """Gradients by site; ConfigError if none were computed yet."""
         if not self.recorder.found:
-            raise ConfigError("no gradient is there yet: generate, then call backward(lambda x0: ...)")
+            raise errors.ConfigError("no gradient is there yet: generate, then call backward(lambda x0: ...)")
         chosen = {} if self.recorder.layers is None else {"layers": list(self.recorder.layers)}
         return tables(self.recorder.found, chosen=chosen)
 
     def __getitem__(self, site: str) -> Activations:
-        require_known(site, self.recorder.sites, "no gradient at {}")
+        errors.require_known(site, self.recorder.sites, "no gradient at {}")
         return self.tables[site]
 
     def __contains__(self, site: object) -> bool:
@@ -206,7 +206,7 @@ def attribute(
     prompt: str | None = None,
     seed: int | None = None,
     *,
-    source: Source,
+    source: interventions.Source,
     metric: Metric | None = None,
     sites: Sequence[str] = ("z", "mlp_out"),
     layers: Any = None,
@@ -225,16 +225,20 @@ def attribute(
 
     call are further arguments of a pipeline; its seed, where it is given, is that of a generator.
     """
-    session = as_session(session)
+    session = captured.as_session(session)
     if isinstance(session, PipelineSession):
         if integrated != 1:
-            raise ConfigError("integrated is 1 for a pipeline, whose passes cannot run again: leave it out")
+            raise errors.ConfigError(
+                "integrated is 1 for a pipeline, whose passes cannot run again: leave it out"
+            )
         if seed is not None:
             call["generator"] = torch.Generator().manual_seed(seed)
         numbers = numbers_of(session, layers, blocks, steps)
         return _attribute_pipeline(session, {"prompt": prompt} | call, source, metric, tuple(sites), numbers)
     for name in call:
-        raise ConfigError(f"attribute knows no {short_repr(name)}; a pipeline takes its own arguments")
+        raise errors.ConfigError(
+            f"attribute knows no {errors.short_repr(name)}; a pipeline takes its own arguments"
+        )
     given: dict[str, Any] = {"prompt": prompt, "seed": seed}
     config = replace(session.config, **{name: value for name, value in given.items() if value is not None})
     chosen: dict[str, Any] = numbers_of(session, layers, blocks, steps)
@@ -242,11 +246,13 @@ def attribute(
     # 1. Refuse before anything runs.
     for site in sites:
         if check_site(site) in OF_FORWARD:
-            raise ConfigError(f"{site} belongs to no layer: attribute a site of layers, such as z or mlp_out")
-        Patch(site, source, passes="denoise").check_source(config)
+            raise errors.ConfigError(
+                f"{site} belongs to no layer: attribute a site of layers, such as z or mlp_out"
+            )
+        interventions.Patch(site, source, passes="denoise").check_source(config)
     if integrated < 1 or (integrated > 1 and policy_of(config).name not in STAY):
         rest = f"several take cache_policy {' or '.join(STAY)}, whose passes can run again"
-        raise ConfigError(f"integrated is {integrated}: it is a number of points, 1 or more; {rest}")
+        raise errors.ConfigError(f"integrated is {integrated}: it is a number of points, 1 or more; {rest}")
     known = "towards" if metric is None else getattr(metric, "__qualname__", type(metric).__name__)
     recorder = Attribution(tuple(sites), **chosen, metric=metric, points=integrated)
     check_gradients(session, recorder)
@@ -273,7 +279,7 @@ def attribute(
 def _attribute_pipeline(
     session: PipelineSession,
     call: dict[str, Any],
-    source: Source,
+    source: interventions.Source,
     metric: Metric | None,
     sites: tuple[str, ...],
     chosen: dict[str, Any],
@@ -287,8 +293,8 @@ def _attribute_pipeline(
         planned = session.plan((), call)
         for site in sites:
             if check_site(site) in OF_FORWARD:
-                raise ConfigError(f"{site} belongs to no layer: attribute a site such as z or mlp_out")
-            Patch(site, source, passes="denoise").check_source(planned.configs[0])  # type: ignore[arg-type]
+                raise errors.ConfigError(f"{site} belongs to no layer: attribute a site such as z or mlp_out")
+            interventions.Patch(site, source, passes="denoise").check_source(planned.configs[0])  # type: ignore[arg-type]
         # 2. The source, without anybody's edits: its activations at sites, and its x0.
         of_call = session.replaced(call=planned, config=planned.configs[0])
         theirs, other = source_of(of_call, planned.configs[0], source)
@@ -316,12 +322,14 @@ def make_scores(args: argparse.Namespace, config: RunConfig) -> None:
         cache_builders.require_free_cache(args.output_path, "attribution", parts, config, args.overwrite)
         session = load(config).prepare(observer=watch)
         chosen = {"sites": args.sites, "blocks": args.blocks, "integrated": args.integrated}
-        scores = attribute(session, source=Source(prompt=args.source_prompt), **chosen)
+        scores = attribute(session, source=interventions.Source(prompt=args.source_prompt), **chosen)
         scores.save(args.output_path, overwrite=True)
         watch.print(scores.table())
 
 
-def scores_cache(recorder: Attribution, run: Run, source: Source, metric: str) -> dict[str, Any]:
+def scores_cache(
+    recorder: Attribution, run: Run, source: interventions.Source, metric: str
+) -> dict[str, Any]:
     """Return the scores of a run as a cache."""
     places = list(recorder.scores)
     passes = list(dict.fromkeys(place.at for place in places))
@@ -369,10 +377,12 @@ class Scores(dict[str, Tensor]):
     @classmethod
     def open(cls, path: str | Path) -> "Scores":
         """Read scores from their file. Raises CacheError for any other file."""
-        return cls(load_cache(path, expect=("attribution",)))
+        return cls(caches.load_cache(path, expect=("attribution",)))
 
     def __missing__(self, site: str) -> Tensor:
-        raise ConfigError(f"no scores of {short_repr(site)}{did_you_mean(site, [*self])}")
+        raise errors.ConfigError(
+            f"no scores of {errors.short_repr(site)}{errors.did_you_mean(site, [*self])}"
+        )
 
     def table(self, count: int = 12) -> str:
         """Return the largest scores, each the mean over passes, with the heads or layers they are of."""
@@ -387,7 +397,7 @@ class Scores(dict[str, Tensor]):
     def plot(self) -> "Figure":
         """Draw layers x heads, or layers, of each site: the mean over passes."""
         maps = {site: self[site].mean(1).numpy() for site in self}
-        return drawing().attribution_maps(maps, self.layers, subtitle=self.about)
+        return captured.drawing().attribution_maps(maps, self.layers, subtitle=self.about)
 
     @property
     def about(self) -> str:
@@ -400,7 +410,7 @@ class Scores(dict[str, Tensor]):
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the cache that notebooks/interventions.ipynb opens. CacheError where it cannot."""
-        save_cache(path, self.cache, overwrite)
+        caches.save_cache(path, self.cache, overwrite)
         return Path(path)
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments import runs, session
 from experiments.caches.files import StoppedError, located
 from experiments.configs import CONFIGS, HOME, config_for, with_paths
 from experiments.extraction.cache_builders import base_atlas_cache, base_layer_cache
@@ -18,22 +19,16 @@ from experiments.memory import out_of_memory
 from experiments.progress import Progress
 from experiments.provenance import threads_for
 from experiments.running.run import PlannedCache, make_caches
-from experiments.runs import Run, all_edits, capturing, note_calls
-from experiments.session import Session, build_model, check_numbers
-from wan import checkpoint
+from wan import capture, checkpoint, errors, interventions, sites
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
-from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import RunConfig, as_one_block, load_config
-from wan.errors import ConfigError, require_known
 from wan.identity import LiveWeights
-from wan.interventions import config_edits, counted_edits, intervene
 from wan.model import WanModel
 from wan.noise import draw_noise
-from wan.sites import active_edits, require_no_data
 from wan.text2video import TextToVideoPipeline
 
 
-class BaseSession(Session):
+class BaseSession(session.Session):
     """The base model, which samples all frames at once with guidance: a config of as_one_block().
 
     >>> session = BaseSession(as_one_block(load("wan_mini").config))
@@ -46,7 +41,7 @@ class BaseSession(Session):
 
     def generate(self, *given: Any, config: RunConfig | None = None, **more: Any) -> Any:
         # Before anything is loaded: means and runs in step are made by causal rollouts alone.
-        require_no_data(config_edits(config or self.config), "runs of the base model")
+        sites.require_no_data(interventions.config_edits(config or self.config), "runs of the base model")
         return super().generate(*given, config=config, **more)
 
     def prompts_of(self, config: RunConfig) -> list[str]:
@@ -64,24 +59,28 @@ class BaseSession(Session):
     def load_pipeline(self, config: RunConfig) -> TextToVideoPipeline:
         """Load the base weights of ckpt_dir."""
         state, base = checkpoint.read_transformer_state(config.ckpt_dir), config.base
-        model = build_model(WanModel, config, self.model_config, state, self.dtype, self.device)
+        model = session.build_model(WanModel, config, self.model_config, state, self.dtype, self.device)
         return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
 
     def edited(self, config: RunConfig, batch: int = 1) -> AbstractContextManager[Any]:
-        return intervene(*config_edits(config)) if config_edits(config) else nullcontext()
+        return (
+            interventions.intervene(*interventions.config_edits(config))
+            if interventions.config_edits(config)
+            else nullcontext()
+        )
 
     def _roll_out(
         self,
         configs: Sequence[RunConfig],
-        requests: Sequence[CaptureRequest],
+        requests: Sequence[capture.CaptureRequest],
         observer: Progress,
         watching: AbstractContextManager[None],
         first_frames: Any = None,
-    ) -> list[Run]:
+    ) -> list[runs.Run]:
         if first_frames is not None or configs[0].first_frames:
-            raise ConfigError("the base model makes all frames at once; leave first_frames out")
+            raise errors.ConfigError("the base model makes all frames at once; leave first_frames out")
         if len(configs) > 1:
-            raise ConfigError(f"the base model makes one video at a time, not {len(configs)} together")
+            raise errors.ConfigError(f"the base model makes one video at a time, not {len(configs)} together")
         config, base = configs[0], configs[0].base
         (prompt, words), (negative, _) = (self.texts[text] for text in self.prompts_of(config))
         # The sampler works in float32, whatever the weights' dtype; released noise is the causal rollout's.
@@ -90,17 +89,19 @@ class BaseSession(Session):
             observer.video.ready()
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
         with (
-            counted_edits() as touched,
+            interventions.counted_edits() as touched,
             threads_for(noise, self.model_config),
-            intervene(*config_edits(config)) if config_edits(config) else nullcontext(),
+            interventions.intervene(*interventions.config_edits(config))
+            if interventions.config_edits(config)
+            else nullcontext(),
             watching,
         ):
-            edits = active_edits()  # also those of one's own intervene() around this
+            edits = sites.active_edits()  # also those of one's own intervene() around this
             files = self.files_now(config, edits)
             texts = (prompt, negative)
             latents, calls, done = sample(self.pipeline, texts, noise, requests, observer)
         if len(touched.keys() - edits):  # contexts that were opened while it ran
-            edits = all_edits(edits, touched)
+            edits = runs.all_edits(edits, touched)
             files = self.files_now(config, edits)
         common = self.common(config, edits, files=files) | {  # how it was sampled
             "orig_num_frames": base.num_video_frames,
@@ -111,7 +112,7 @@ class BaseSession(Session):
             "negative_prompt": base.negative_prompt,
             "config": {"height": config.height, "width": config.width},  # others are the causal rollout's
         }
-        note_calls(common, edits, touched)
+        runs.note_calls(common, edits, touched)
         # A stopped run keeps the steps that it reached, and its cache says which are absent.
         stopped = f"{done} of {base.num_steps} steps" if done < base.num_steps else ""
         asked = {step for request in requests for step in request.steps or ()}
@@ -119,7 +120,7 @@ class BaseSession(Session):
             note = f"partial: the run was stopped after {stopped}; of what was asked for, steps "
             common |= {"partial": True, "notes": [f"{note}{', '.join(absent)} are absent"]}
         timesteps, layers = self.pipeline.pass_timesteps, self.model_config.num_layers
-        run = Run(config, layers, calls, latents, timesteps, words, common, stopped, self.preview)
+        run = runs.Run(config, layers, calls, latents, timesteps, words, common, stopped, self.preview)
         return [replace(run, bidirectional=True)]
 
 
@@ -127,9 +128,9 @@ def sample(
     pipeline: TextToVideoPipeline,
     texts: tuple[Tensor, Tensor],
     noise: Tensor,
-    requests: Sequence[CaptureRequest],
+    requests: Sequence[capture.CaptureRequest],
     observer: Progress,
-) -> tuple[Tensor, list[CapturedCall], int]:
+) -> tuple[Tensor, list[capture.CapturedCall], int]:
     """Run the base model's steps -> latents [1, F, C, h, w], captured calls, the number of steps done.
 
     texts are those of guidance's two branches. Stops and raises as roll_out does.
@@ -139,15 +140,15 @@ def sample(
 
     def on_step(step: int, latents: Tensor) -> None:
         nonlocal latest, done, checked
-        move_to_cpu(records[checked:])
-        check_numbers(pipeline.model, latents, f"step {step}", records[checked:])
+        capture.move_to_cpu(records[checked:])
+        session.check_numbers(pipeline.model, latents, f"step {step}", records[checked:])
         latest, done, checked = latents, step + 1, len(records)
         observer.advance("step", step, len(timesteps), f"t = {timesteps[step]:g}")
         if observer.stopping and done < len(timesteps):
             raise StoppedError
 
     phase = out_of_memory(lambda: f"sampling step {done} of {len(timesteps)}", requests)
-    with phase, capturing(requests) as records, suppress(StoppedError):
+    with phase, runs.capturing(requests) as records, suppress(StoppedError):
         pipeline.inference(noise, *texts, on_step=on_step)
     return latest, records, done
 
@@ -163,7 +164,7 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     known = {str(step): [step] for step in range(last + 1)}
     known |= {"first": [0], "last": [last], "all": [*range(last + 1)]}
     for name in names:
-        require_known(name, known, f"step {{}} is not first, last, all or in 0..{last}")
+        errors.require_known(name, known, f"step {{}} is not first, last, all or in 0..{last}")
     return sorted({step for name in names for step in known[name]})
 
 
@@ -181,7 +182,7 @@ def extract(args: argparse.Namespace) -> None:
     config = load_config(path, {name: getattr(args, name) for name in RUN_FLAGS})
     config = with_paths(config, located)
     if config.loras:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{path} names a LoRA, {config.loras[0].path}, and runs of the base model have none; give a "
             "config without lora_path and lora"
         )
@@ -200,12 +201,14 @@ def extract(args: argparse.Namespace) -> None:
             outputs[str(folder / name)] = PlannedCache("atlas", build)
     else:
         if len(steps) > 1:
-            raise ConfigError(f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers")
+            raise errors.ConfigError(
+                f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers"
+            )
         last = checkpoint.read_model_config(config.ckpt_dir).num_layers - 1
         layer = min(config.base.layer_index, last) if args.layer_index is None else args.layer_index
         layers = [layer]
         build = partial(base_layer_cache, layer=layer, step=steps[0])
         path = str(folder / f"layer{layer}.pt")
         outputs[path] = PlannedCache("layer", build, layers, guided=True)
-    request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
+    request = capture.CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
     make_caches(args, config, [request], outputs, BaseSession)

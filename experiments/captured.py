@@ -18,12 +18,12 @@ import scipy  # scipy.stats is loaded by its first use
 import torch
 from torch import Tensor
 
-from experiments import memory
+from experiments import caches, memory, pipeline_session
 from experiments import words as words_of_prompts
 from experiments.analysis import prompt_words
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.stats import pearson, psnr
-from experiments.caches import load_cache, save_cache
+from experiments.caches import files, formats, store
 from experiments.caches.activations import (
     Activations,
     ActivationStore,
@@ -33,29 +33,18 @@ from experiments.caches.activations import (
     save_activations,
     texts_by_name,
 )
-from experiments.caches.files import (
-    CacheError,
-    RunError,
-    require_held,
-    require_writable,
-    settings_and_text,
-)
-from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.mp4 import write_mp4
-from experiments.caches.store import layer_from_atlas, layers_of, require_one_model
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import cache_builders
 from experiments.extraction.video import decode
-from experiments.pipeline_session import PipelineLens, PipelineSession, is_pipeline, session_of
 from experiments.runs import CAPTURES, AnySession, Run
 from experiments.session import Session, load
-from wan import diffusers_capture
+from wan import diffusers_capture, errors
 from wan import sites as watching
 from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
-from wan.errors import ConfigError, as_numbers, in_context, require_ascending, require_known, short_repr
 from wan.identity import identity_of
 from wan.interventions import Edits, reusable
 from wan.interventions import intervene as edited
@@ -84,9 +73,9 @@ def as_session(x: Any) -> Any:
     """Return a session as it is, and that of a pipeline or a transformer. ConfigError for anything else."""
     if isinstance(x, AnySession):
         return x
-    if is_pipeline(x):
-        return session_of(x)
-    raise ConfigError(
+    if pipeline_session.is_pipeline(x):
+        return pipeline_session.session_of(x)
+    raise errors.ConfigError(
         f"a {type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model"
     )
 
@@ -97,8 +86,8 @@ def resolved_steps(session: Any, steps: Sequence[int] | None) -> list[int] | Non
     ConfigError where blocks end with different steps, or nobody knows how many there are.
     """
     config = session.config
-    if isinstance(session, PipelineSession) and min(steps or (), default=0) < 0:
-        raise ConfigError(
+    if isinstance(session, pipeline_session.PipelineSession) and min(steps or (), default=0) < 0:
+        raise errors.ConfigError(
             f"step {min(steps or ())}: a pipeline tells its steps when it runs; name them from 0"
         )
     if -1 not in (steps or ()):
@@ -107,9 +96,9 @@ def resolved_steps(session: Any, steps: Sequence[int] | None) -> list[int] | Non
     if not session.bidirectional:
         lasts = {config.passes_of_block(block)[-2] for block in range(len(config.block_sizes))}
     if len(lasts) > 1:
-        raise ConfigError(f"the last steps of blocks are {sorted(lasts)}: name steps, not -1")
+        raise errors.ConfigError(f"the last steps of blocks are {sorted(lasts)}: name steps, not -1")
     [last] = lasts
-    return as_numbers("steps", [last if step == -1 else step for step in steps or ()])
+    return errors.as_numbers("steps", [last if step == -1 else step for step in steps or ()])
 
 
 @reusable
@@ -138,9 +127,11 @@ def capture(
     if sites and not isinstance(sites[0], str):  # capture(session, [1, 5]): the layers of an atlas
         chosen["layers"], sites = sites[0], sites[1:]
     for name in {"layers", "blocks", "steps", "frames", "heads"} & {*chosen}:
-        chosen[name] = as_numbers(name, chosen[name])
+        chosen[name] = errors.as_numbers(name, chosen[name])
     if stream_to is not None and not sites:
-        raise ConfigError('stream_to= takes activations: name a site, as capture(session, "resid_post", ...)')
+        raise errors.ConfigError(
+            'stream_to= takes activations: name a site, as capture(session, "resid_post", ...)'
+        )
     session = as_session(session)
     captured = Captured([], None, stream_to)
     chosen["steps"] = resolved_steps(session, chosen.get("steps"))
@@ -166,7 +157,7 @@ def capture(
         others = session.captures()
         of_attention = any(other.requests or other.asked_words for other in others)
         if others and (not session.can_nest or (not sites and of_attention)):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"this {session.kind} is captured already; ask one capture for all layers: layers=[0, 1]"
             )
         with watching.pushed(CAPTURES, (id(session), captured)), session.beside_calls(captured):
@@ -180,7 +171,7 @@ def intervene(*edits: Any, data: Any = None, layout: Any = None) -> Iterator[Edi
     To edit a diffusers pipeline or its transformer, pass it first: intervene(pipe, Knockout(frames=0, ...)).
     Its frames are named by number; for layout see wan.diffusers_capture.watching.
     """
-    if not edits or not (isinstance(edits[0], AnySession) or is_pipeline(edits[0])):
+    if not edits or not (isinstance(edits[0], AnySession) or pipeline_session.is_pipeline(edits[0])):
         with edited(*edits, data=data) as active:
             yield active
         return
@@ -193,7 +184,7 @@ def require_parameters(function: Callable[..., Any], chosen: Collection[str]) ->
     """Raise ConfigError for what a capture was asked for and does not know, with the nearest that it does."""
     parameters = inspect.signature(function).parameters
     for name in chosen:
-        require_known(name, parameters, "capture knows no {}")
+        errors.require_known(name, parameters, "capture knows no {}")
 
 
 INTERNAL = (
@@ -211,7 +202,7 @@ def check_chosen(chosen: dict[str, Any]) -> None:
     """Raise ConfigError for values that SiteCapture does not accept; replace a dtype's name by the dtype."""
     known = [each.name for each in fields(SiteCapture) if each.name not in INTERNAL]
     for name in chosen:
-        require_known(name, known, "capture of sites knows no {}")
+        errors.require_known(name, known, "capture of sites knows no {}")
     if isinstance(dtype := chosen.get("dtype"), str):
         chosen["dtype"] = getattr(torch, dtype, dtype)
 
@@ -240,11 +231,11 @@ def attention_requests(
     (before RoPE). A pipeline has the first six and rope_bands.
     """
     config = session.config
-    if isinstance(session, PipelineSession):
+    if isinstance(session, pipeline_session.PipelineSession):
         absent = {"blocks": blocks, "key_curve": key_curve, "query_key_means": query_key_means}
         for name, value in (absent | {"queries": queries, "heads": heads}).items():
             if value is not None and value is not False:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"{name} belong to causal models; a pipeline makes all frames at once: leave {name} out"
                 )
         request = CaptureRequest(
@@ -262,12 +253,12 @@ def attention_requests(
         places = cache_builders.patches_of_mask(queries, config)
         return cache_builders.map_requests(config, grid, places, layers, heads, blocks, steps, words=cross)
     if heads is not None:
-        raise ConfigError("heads go with a site, or with queries=; attention has all heads")
+        raise errors.ConfigError("heads go with a site, or with queries=; attention has all heads")
     # An atlas has its layers in any order; calls, and passes, come in the order of the rollout
     is_atlas = granularity == "frame" and blocks is steps is None
     for name, numbers in (("layers", layers), ("blocks", blocks), ("steps", steps)):
         if not (is_atlas and name == "layers"):
-            require_ascending(name, numbers, "calls come in the order of the rollout")
+            errors.require_ascending(name, numbers, "calls come in the order of the rollout")
     if is_atlas:
         return cache_builders.atlas_requests(
             config, mass, key_curve, cross, rope_bands, query_key_means, layers
@@ -279,7 +270,7 @@ def attention_requests(
 
 def check_requests(session: Any, requests: Sequence[CaptureRequest]) -> None:
     """Raise ConfigError for layers, blocks or passes that a run of the session lacks."""
-    if not isinstance(session, PipelineSession):
+    if not isinstance(session, pipeline_session.PipelineSession):
         memory.check_requests(session.config, session.model_config, requests)
         return
     for model in session.models.values():
@@ -290,15 +281,15 @@ def check_capture(session: Any, watcher: SiteCapture, streams: bool) -> None:
     """Raise ConfigError for a selection that a run lacks or that does not fit in memory."""
     config, model, sites = session.config, session.model_config, {*watcher.sites}
     if watcher.heads is not None and not sites & watching.OF_HEADS:
-        raise ConfigError(f"{watcher.sites[0]} has no heads: leave heads out")
+        raise errors.ConfigError(f"{watcher.sites[0]} has no heads: leave heads out")
     if watcher.layers is not None and sites <= {*watching.OF_FORWARD}:
-        raise ConfigError(f"{watcher.sites[0]} belongs to no layer: leave layers out")
-    if isinstance(session, PipelineSession):  # steps and frames are known when it runs
+        raise errors.ConfigError(f"{watcher.sites[0]} belongs to no layer: leave layers out")
+    if isinstance(session, pipeline_session.PipelineSession):  # steps and frames are known when it runs
         watching.check_indices("layer", watcher.layers, model.num_layers)
         watching.check_indices("head", watcher.heads, model.num_heads)
         return
     there = {"layers": model.num_layers, "blocks": len(config.block_sizes), "steps": config.num_passes}
-    with in_context(config.model):
+    with errors.in_context(config.model):
         for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
             watching.check_indices(name.removesuffix("s"), getattr(watcher, name), count)
     if watcher.reduce is None and watcher.to == "cpu":
@@ -374,7 +365,7 @@ class Captured:
         recording = Recording(self, session, configs)
         if self.folder is not None:
             if has_frames_by_value:
-                raise ConfigError("runs of a folder are told apart by files: give first_frames as one")
+                raise errors.ConfigError("runs of a folder are told apart by files: give first_frames as one")
             # What is whole is read, unless somebody else wants to see the run again.
             facts = session.facts_of(configs)
             recording.begin(facts)
@@ -412,7 +403,7 @@ class Captured:
         direction "text_to_video" is what a word's own tokens see, which joint attention alone has.
         """
         if self.asked_words is None:
-            raise ConfigError('no words were asked for: capture(session, words=["circle"])')
+            raise errors.ConfigError('no words were asked for: capture(session, words=["circle"])')
         asked = self.asked_words
         run = run or self._last()
         return words_of_prompts.maps_of_run(run, asked.words, each=asked.by_head, direction=direction)
@@ -465,15 +456,17 @@ class Captured:
         run = self._last()
         if self.folder is None:
             return run.activations
-        wanted = settings_and_text(run.common["fingerprint"])
+        wanted = files.settings_and_text(run.common["fingerprint"])
         stored = [
-            other for other in self.folder.all_runs if settings_and_text(other.about["fingerprint"]) == wanted
+            other
+            for other in self.folder.all_runs
+            if files.settings_and_text(other.about["fingerprint"]) == wanted
         ]
         return stored[-1].tables  # behind an earlier run that it has not replaced yet
 
     def __getitem__(self, site: str) -> Activations:
         tables = self.tables
-        require_known(site, tables, "{} was not captured")
+        errors.require_known(site, tables, "{} was not captured")
         return tables[site]
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
@@ -490,18 +483,20 @@ class Captured:
         """
         run = run or self._last()
         if not getattr(run, "records", None):
-            raise ConfigError(f"atlas: {short_repr(run)} has no attention: make it inside capture(session)")
+            raise errors.ConfigError(
+                f"atlas: {errors.short_repr(run)} has no attention: make it inside capture(session)"
+            )
         cache = (
             cache_builders.bidirectional_atlas(run, branch, **chosen)
             if run.bidirectional
             else cache_builders.atlas_cache(run)
         )
         layers = self.requests[0].layers if self.requests else None
-        return Atlas(cache if layers is None else layers_of(cache, list(layers)))
+        return Atlas(cache if layers is None else store.layers_of(cache, list(layers)))
 
     def _last(self) -> Run:
         if not self.runs:
-            raise RunError(
+            raise files.RunError(
                 "nothing was generated while capturing; call session.generate(...) inside. Runs of a "
                 "pipeline are there once the context has ended"
             )
@@ -577,7 +572,7 @@ class Recording:
                 of_functions = "what changed them"
                 if texts_by_name(stored.about["edits"]):
                     of_functions = "what a named function reads (give it another name then)"
-                raise CacheError(
+                raise files.CacheError(
                     f"{stored.path} holds this run with other latents: {of_functions} is in no fingerprint; "
                     "choose another folder"
                 )
@@ -600,7 +595,7 @@ class AtlasLayer(dict[str, Any]):
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the cache that extract_all_attention.ipynb opens. CacheError where it cannot be written."""
-        save_cache(path, self, overwrite)
+        caches.save_cache(path, self, overwrite)
         return Path(path)
 
 
@@ -616,10 +611,10 @@ class Atlas(dict[str, Any]):
 
     def __init__(self, cache: Mapping[str, Any]):
         super().__init__(cache)
-        self.cache = AtlasCache.from_dict(cache)
+        self.cache = formats.AtlasCache.from_dict(cache)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise CacheError(
+        raise files.CacheError(
             "an atlas is what a run measured, and is read-only: change a copy, Atlas({**atlas, name: values})"
         )
 
@@ -631,7 +626,7 @@ class Atlas(dict[str, Any]):
     @classmethod
     def open(cls, path: str | Path) -> "Atlas":
         """Read an atlas from its file. Raises CacheError for any other file."""
-        return cls(load_cache(path, expect=("atlas",)))
+        return cls(caches.load_cache(path, expect=("atlas",)))
 
     @property
     def units(self) -> dict[str, str]:
@@ -641,7 +636,7 @@ class Atlas(dict[str, Any]):
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
         """Return the names of each quantity's axes: ("layers", "passes", "heads", "frames", "frames")."""
-        letters = declared_fields(AtlasCache)
+        letters = formats.declared_fields(formats.AtlasCache)
         lengths = {name: letters[name].partition("[")[2].partition("]")[0].split(", ") for name in self.units}
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 
@@ -651,7 +646,7 @@ class Atlas(dict[str, Any]):
 
     def layer(self, layer: int, step: int | None = None) -> AtlasLayer:
         """Return a layer in one pass (None: the first). CacheError for one that is absent."""
-        return AtlasLayer(layer_from_atlas(self, layer, step))
+        return AtlasLayer(store.layer_from_atlas(self, layer, step))
 
     def plot(
         self,
@@ -669,11 +664,11 @@ class Atlas(dict[str, Any]):
         if layer is None or head is not None:
             chosen = "mean" if head is None else head
             if chosen != "mean":
-                require_held("head", chosen, range(view.num_heads))
+                files.require_held("head", chosen, range(view.num_heads))
             chosen_layers = view.layers if layer is None else [layer]
             found = [matrix for n in chosen_layers if (matrix := view.key_matrix(n)) is not None]
             if len(found) < len(chosen_layers):
-                raise CacheError(
+                raise files.CacheError(
                     f"this cache has no {view.quantity} by query frame: give a layer, and no head"
                 )
             matrices = np.stack(found)  # [layers, H, rows, columns]
@@ -701,7 +696,7 @@ class Atlas(dict[str, Any]):
         A file there is replaced if it is a cache of the same model that has nothing more; overwrite replaces
         any.
         """
-        save_cache(path, self, overwrite)
+        caches.save_cache(path, self, overwrite)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -723,9 +718,11 @@ class MeanAtlas:
     def __init__(self, atlases: Iterable[Atlas]):
         runs = list(atlases) if isinstance(atlases, Iterable) else []
         if len(runs) < 2 or not all(isinstance(atlas, Atlas) for atlas in runs):
-            raise ConfigError(f"a mean takes a list of atlases, two or more, not {short_repr(atlases)}")
+            raise errors.ConfigError(
+                f"a mean takes a list of atlases, two or more, not {errors.short_repr(atlases)}"
+            )
         atlases = runs
-        require_one_model({f"atlas {n}": atlas for n, atlas in enumerate(atlases)}, "a mean")
+        store.require_one_model({f"atlas {n}": atlas for n, atlas in enumerate(atlases)}, "a mean")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
         self.atlases = list(atlases)
         self.quantile = float(scipy.stats.t.ppf(0.975, self.count - 1))
@@ -756,7 +753,7 @@ class MeanAtlas:
         views = [atlas.view(step, quantity) for atlas in self.atlases]
         heads = range(views[0].num_heads) if head is None else [head]
         for one in heads:
-            require_held("head", one, range(views[0].num_heads))
+            files.require_held("head", one, range(views[0].num_heads))
         # [runs, H, F + averages] -> a panel per head
         profiles = np.stack([view.key_profile(layer) for view in views])
         panels = {f"L{layer} H{n}": profiles[:, n] for n in heads}
@@ -777,13 +774,15 @@ class AtlasComparison:
 
     def __init__(self, one: Atlas, other: Atlas, quantity: str):
         if not isinstance(other, Mapping) or "layers" not in other:
-            raise ConfigError(f"an atlas is compared with another atlas, not with {short_repr(other)}")
+            raise errors.ConfigError(
+                f"an atlas is compared with another atlas, not with {errors.short_repr(other)}"
+            )
         matrices = [
             name for name, axes in one.axes.items() if axes[-2:] == ("frames", "frames") and name in other
         ]
-        require_known(quantity, matrices, "compare: {} is no matrix of both")
+        errors.require_known(quantity, matrices, "compare: {} is no matrix of both")
         if one["layers"] != other["layers"] or one[quantity].shape != other[quantity].shape:
-            raise CacheError("atlases are compared that have the same layers, passes and frames")
+            raise files.CacheError("atlases are compared that have the same layers, passes and frames")
         self.layers, self.quantity = one["layers"], quantity
         # [N, P, H, F, F] -> [N, H, P * F * F]; what either run did not attend to counts in neither
         rows = [atlas[quantity].float().transpose(1, 2).flatten(2) for atlas in (one, other)]
@@ -828,14 +827,17 @@ class Comparison:
     def __init__(self, run_a: Run, run_b: Run):
         for run in (run_a, run_b):
             if not isinstance(run, Run):
-                raise ConfigError(
-                    f"compare takes two runs, as session.generate() returns them, not {short_repr(run)}; "
+                raise errors.ConfigError(
+                    f"compare takes two runs, as session.generate() returns them, not "
+                    f"{errors.short_repr(run)}; "
                     "atlases have a method compare"
                 )
         self.runs = run_a, run_b
         shapes = [list(run.latents.shape[1:]) for run in self.runs]
         if shapes[0] != shapes[1]:
-            raise ConfigError(f"compare takes runs of one size, not latents {shapes[0]} and {shapes[1]}")
+            raise errors.ConfigError(
+                f"compare takes runs of one size, not latents {shapes[0]} and {shapes[1]}"
+            )
 
     @property
     def fps(self) -> int:
@@ -855,7 +857,7 @@ class Comparison:
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the three side by side as an mp4. CacheError where it cannot."""
-        require_writable(path)
+        files.require_writable(path)
         about = f"comparison, {self.runs[0].model_title}"
         write_mp4(self.video.numpy(), path, model=about, fps=self.fps, overwrite=overwrite)
 
@@ -882,25 +884,25 @@ def x0_lens(
     of a pipeline, of whose conditional branch it is.
     """
     session = as_session(session)
-    chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
-    if isinstance(session, PipelineSession):
+    chosen, rows = errors.as_numbers("layers", layers), errors.as_numbers("blocks", blocks)
+    if isinstance(session, pipeline_session.PipelineSession):
         if rows is not None:
-            raise ConfigError("a pipeline makes all frames at once, not in blocks: leave blocks out")
+            raise errors.ConfigError("a pipeline makes all frames at once, not in blocks: leave blocks out")
         if seed is not None:
             call["generator"] = torch.Generator().manual_seed(seed)
         of_passes = dict[tuple[int, int, int], Tensor]()
         with session.opened(), ExitStack() as stack:
             check_capture(session, SiteCapture(("resid_post",), chosen), streams=True)
             for model in session.models.values():  # experts have steps of their own
-                lens = PipelineLens(model, chosen, of_passes)
+                lens = pipeline_session.PipelineLens(model, chosen, of_passes)
                 lens.models = frozenset([id(model)])
                 stack.enter_context(watching.watched(lens))
                 stack.enter_context(lens.hooked())
             run = session.generate(prompt, **call)
         return Lens(run, of_passes, None)
-    require_ascending("blocks", rows, "blocks come in the order of the rollout")
+    errors.require_ascending("blocks", rows, "blocks come in the order of the rollout")
     if session.bidirectional or session.config.sampler != "blocks":
-        raise ConfigError("x0_lens reads runs whose blocks are denoised one by one: sampler blocks")
+        raise errors.ConfigError("x0_lens reads runs whose blocks are denoised one by one: sampler blocks")
     watcher = SiteCapture(("x_t", "resid_post"), chosen, rows)
     check_capture(session, watcher, streams=True)
     found, noisy = dict[tuple[int, int, int], Tensor](), [torch.empty(0)]

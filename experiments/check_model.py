@@ -10,14 +10,14 @@ with other atlases, such as your own of before. docs/real_model.md says how reli
 """
 
 from experiments.caches.files import located
-from experiments.running.cli import DECODING, config_from, main, run_parser
+from experiments.running import cli
 
 OF_REFERENCES = ("prompt", "seed", "num_frames", "step", "cache_policy", "prompt_schedule")
-OF_VIDEOS = ("save_video", *DECODING)
+OF_VIDEOS = ("save_video", *cli.DECODING)
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "outputs/check_model.svg", without=(*OF_REFERENCES, *OF_VIDEOS))
+    parser = cli.run_parser(__doc__, "outputs/check_model.svg", without=(*OF_REFERENCES, *OF_VIDEOS))
     flag = parser.add_argument
     flag("--frames", type=int, choices=(21, 72), default=21, help="length of the published videos")
     flag(
@@ -28,7 +28,7 @@ def run(argv=None):
         help="atlases to compare with; the published ones",
     )
     args = parser.parse_args(argv)
-    config = config_from(args)
+    config = cli.config_from(args)
 
     from experiments.studies.model_check import check  # after the flags: a --help needs no torch
 
@@ -36,4 +36,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -7,14 +7,14 @@ from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.files import ROOT, remembered_at
+from experiments.caches import files
+from wan import errors
 from wan.config import MODELS, RunConfig, load_config
-from wan.errors import ConfigError, did_you_mean, short_repr
 from wan.files import read_yaml
 
 # Flags are read with this module, so that it imports no torch: a --help would wait for it.
 
-HOME = ROOT.resolve()
+HOME = files.ROOT.resolve()
 PATHS = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "first_frames")
 POLICY_FOLDER = Path("configs/policies")  # the published settings of every policy
 NAMES = ("self_forcing_dmd", "wan_14b", "longlive2", "wan_mini")  # a config for each size of model
@@ -30,7 +30,7 @@ def config_for(ckpt_dir: str | Path, home: Path = Path()) -> str:
         config = load_config(home / path)
         if sizes == (MODELS.get(config.model) or read_model_config(home / config.ckpt_dir)):
             return path
-    raise ConfigError(
+    raise errors.ConfigError(
         f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} "
         f"is in {', '.join(CONFIGS)}; name its settings with --config_path"
     )
@@ -51,8 +51,8 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     elif isfile(HOME / "configs" / f"{path}.yaml"):
         path = HOME / "configs" / f"{path}.yaml"
     else:
-        hint = did_you_mean(source, [p.stem for p in (HOME / "configs").glob("*.yaml")])
-        raise ConfigError(f"{source} is no config, its path, or a directory of weights{hint}")
+        hint = errors.did_you_mean(source, [p.stem for p in (HOME / "configs").glob("*.yaml")])
+        raise errors.ConfigError(f"{source} is no config, its path, or a directory of weights{hint}")
     return with_paths(load_config(path, given), lambda name: str(_below_home(Path(name))))
 
 
@@ -61,7 +61,7 @@ def with_paths(config: RunConfig, find: Callable[[str], str]) -> RunConfig:
     paths = {name: getattr(config, name) for name in PATHS}
     changes: dict[str, Any] = {name: find(path) for name, path in paths.items() if path is not None}
     if config.embeds_dir is not None:
-        changes["embeds_dir"] = find(remembered_at(config.embeds_dir))
+        changes["embeds_dir"] = find(files.remembered_at(config.embeds_dir))
     if config.lora:
         changes["lora"] = [replace(lora, path=find(lora.path)) for lora in config.lora]
     return replace(config, **changes)
@@ -105,16 +105,16 @@ def policy_settings(source: Any) -> dict[Any, Any]:
     if not pairs:
         if name in policies.POLICIES:
             return {"name": name}
-        hint = did_you_mean(
+        hint = errors.did_you_mean(
             name, {path.stem for f in folders for path in f.glob("*.yaml")} | {*policies.POLICIES}
         )
-        raise ConfigError(f"cache_policy {short_repr(name)} is no file and no policy{hint}")
+        raise errors.ConfigError(f"cache_policy {errors.short_repr(name)} is no file and no policy{hint}")
     settings, given = policy_settings(first), set[str]()
     for pair in pairs:
         key, equals, text = pair.partition("=")
-        wrong = f"has {key} twice" if key in given else f"has {short_repr(pair)}, no FIELD=VALUE"
+        wrong = f"has {key} twice" if key in given else f"has {errors.short_repr(pair)}, no FIELD=VALUE"
         if key in given or not (key and equals and text):
-            raise ConfigError(f"cache_policy: {short_repr(name)} {wrong}")
+            raise errors.ConfigError(f"cache_policy: {errors.short_repr(name)} {wrong}")
         given.add(key)
         try:
             settings[key] = json.loads(text)  # true, false, a number

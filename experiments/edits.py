@@ -18,24 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experiments.caches.files import finished, replacing, require_same
+from experiments.caches import files
 from experiments.progress import Progress
 from experiments.provenance import fingerprint
+from wan import interventions
 from wan.config import ModelConfig, RunConfig
 from wan.errors import library_reads
 from wan.files import load_tensors
-from wan.interventions import (
-    Ablate,
-    Edit,
-    Edits,
-    HeadOutputs,
-    Key,
-    ReferenceMeans,
-    RunInStep,
-    Source,
-    intervene,
-    record_head_outputs,
-)
 from wan.sites import observed, require_no_data
 
 if TYPE_CHECKING:
@@ -46,12 +35,14 @@ MEANS_SEEDS = (0, 1)
 
 
 @contextmanager
-def edited(session: Any, config: RunConfig, edits: Sequence[Edit], batch: int = 1) -> Iterator[Edits | None]:
+def edited(
+    session: Any, config: RunConfig, edits: Sequence[interventions.Edit], batch: int = 1
+) -> Iterator[interventions.Edits | None]:
     """Make edits while a rollout of config runs, with the means and the runs in step that they need.
 
     Those of one's own intervene() around this get what they lack, too.
     """
-    outer_edits = [active for active in session.watchers() if isinstance(active, Edits)]
+    outer_edits = [active for active in session.watchers() if isinstance(active, interventions.Edits)]
     lacking = [
         edit for active in outer_edits for edit in active.edits if edit.needs and edit not in active.data
     ]
@@ -63,12 +54,15 @@ def edited(session: Any, config: RunConfig, edits: Sequence[Edit], batch: int = 
             edit.check(sizes)
     with ExitStack() as stack:
         # What they need: runs by source and unedited outputs by sites, which several edits share
-        data, sources = dict[Edit, object](), dict[Any, Any]()
+        data, sources = dict[interventions.Edit, object](), dict[Any, Any]()
         for edit in (*edits, *lacking):
             edit.check_source(config)
         for edit in (*edits, *lacking):
-            source, how = getattr(edit, "source", None), edit.how if isinstance(edit, Ablate) else None
-            if isinstance(source, Source):
+            source, how = (
+                getattr(edit, "source", None),
+                edit.how if isinstance(edit, interventions.Ablate) else None,
+            )
+            if isinstance(source, interventions.Source):
                 if source not in sources:
                     sources[source] = stack.enter_context(run_of(session, config, source))
                 data[edit] = sources[source]
@@ -81,16 +75,16 @@ def edited(session: Any, config: RunConfig, edits: Sequence[Edit], batch: int = 
         for active in outer_edits:
             stack.callback(setattr, active, "data", active.data)
             active.data = {edit: data[edit] for edit in active.edits if edit in data} | active.data
-        yield stack.enter_context(intervene(*edits, data=data)) if edits else None
+        yield stack.enter_context(interventions.intervene(*edits, data=data)) if edits else None
 
 
-def run_of(session: "Session", config: RunConfig, source: Source) -> RunInStep:
+def run_of(session: "Session", config: RunConfig, source: interventions.Source) -> interventions.RunInStep:
     """Return the run in step that a source names."""
     session, other = source_of(session, config, source)
-    return RunInStep(lambda: session.rollout(other))
+    return interventions.RunInStep(lambda: session.rollout(other))
 
 
-def source_of(session: Any, config: Any, source: Source) -> tuple[Any, Any]:
+def source_of(session: Any, config: Any, source: interventions.Source) -> tuple[Any, Any]:
     """Return the session and config that make the run that a source names."""
     changes = {
         name: getattr(source, name) for name in ("prompt", "seed") if getattr(source, name) is not None
@@ -102,9 +96,9 @@ def source_of(session: Any, config: Any, source: Source) -> tuple[Any, Any]:
     return session, other
 
 
-def _head_outputs(session: "Session", config: RunConfig, sites: Sequence[str]) -> HeadOutputs:
-    def unedited() -> HeadOutputs:
-        with record_head_outputs(*sites) as outputs, observed():
+def _head_outputs(session: "Session", config: RunConfig, sites: Sequence[str]) -> interventions.HeadOutputs:
+    def unedited() -> interventions.HeadOutputs:
+        with interventions.record_head_outputs(*sites) as outputs, observed():
             session.rollout(config)
         return outputs
 
@@ -121,7 +115,11 @@ class MeanRuns:
 
     @property
     def recorded(self) -> tuple[str, ...]:
-        return HeadOutputs.sites if set(self.sites) <= set(HeadOutputs.sites) else tuple(self.sites)
+        return (
+            interventions.HeadOutputs.sites
+            if set(self.sites) <= set(interventions.HeadOutputs.sites)
+            else tuple(self.sites)
+        )
 
     @cached_property
     def runs(self) -> list[RunConfig]:
@@ -132,7 +130,9 @@ class MeanRuns:
     @cached_property
     def made_of(self) -> str:
         plain = replace(self.config, prompt="", seed=0, prompt_schedule=None, interventions=[])
-        others: dict[str, Any] = {} if self.recorded == HeadOutputs.sites else {"sites": self.recorded}
+        others: dict[str, Any] = (
+            {} if self.recorded == interventions.HeadOutputs.sites else {"sites": self.recorded}
+        )
         return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS, **others))
 
     @property
@@ -145,13 +145,13 @@ class MeanRuns:
     def part(self, run: RunConfig) -> Path:
         return MEANS / self.made_of / f"{self.name(run)}.pt"
 
-    def read(self, run: RunConfig) -> dict[tuple[Key, int], Tensor] | None:
+    def read(self, run: RunConfig) -> dict[tuple[interventions.Key, int], Tensor] | None:
         """Return the means of a run that is done."""
-        content = finished(self.part(run), self.name(run), "remove it")
+        content = files.finished(self.part(run), self.name(run), "remove it")
         return None if content is None else content["means"]
 
     def are_done(self) -> bool:
-        return finished(self.path, self.made_of, "remove it") is not None
+        return files.finished(self.path, self.made_of, "remove it") is not None
 
     def is_done(self, run: RunConfig) -> bool:
         return self.are_done() or self.read(run) is not None
@@ -159,37 +159,37 @@ class MeanRuns:
     def make(self, run: RunConfig, watch: Progress) -> None:
         """Roll out a run and write its mean outputs, which reference_means takes."""
         means = _head_outputs(self.session, run, self.recorded).means
-        with replacing(self.part(run)) as file:
+        with files.replacing(self.part(run)) as file:
             torch.save({"means": means, "fingerprint": self.name(run)}, file)
 
 
 def reference_means(
     session: "Session", config: RunConfig, path: object = None, sites: Sequence[str] = ("z",)
-) -> ReferenceMeans:
+) -> interventions.ReferenceMeans:
     """Return mean outputs over a config's reference_prompts, kept on disk, or a named file's."""
     if isinstance(path, (str, Path)):
-        return ReferenceMeans(_read_means(Path(path), session.model_config))
+        return interventions.ReferenceMeans(_read_means(Path(path), session.model_config))
     runs = MeanRuns(session, config, sites)
     if runs.are_done():
-        return ReferenceMeans(_read_means(runs.path, session.model_config, runs.made_of))
+        return interventions.ReferenceMeans(_read_means(runs.path, session.model_config, runs.made_of))
     outputs = []
     for run in runs.runs:
         of_worker = runs.read(run)
         if of_worker is None:
             outputs.append(_head_outputs(session, run, runs.recorded))
         else:
-            outputs.append(HeadOutputs(means=of_worker))
-    means = ReferenceMeans.over(outputs)
+            outputs.append(interventions.HeadOutputs(means=of_worker))
+    means = interventions.ReferenceMeans.over(outputs)
     values: dict[str, Any] = {"|".join(map(str, key)): values for key, values in means.values.items()}
-    with replacing(runs.path) as file:
+    with files.replacing(runs.path) as file:
         torch.save(values | {"fingerprint": runs.made_of}, file)
     shutil.rmtree(MEANS / runs.made_of, ignore_errors=True)
     return means
 
 
-def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, Tensor]:
+def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[interventions.Key, Tensor]:
     """Read a file of means: any that is named (made_of is empty), or one that was made of this."""
-    wanted, means = [sizes.num_heads, sizes.head_dim], dict[Key, Tensor]()
+    wanted, means = [sizes.num_heads, sizes.head_dim], dict[interventions.Key, Tensor]()
     remedy = "name another file"
     if made_of:
         remedy = "remove it"
@@ -206,5 +206,5 @@ def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, 
                 )
             means[kind, int(layer), int(step), branch] = values
     if made_of:
-        require_same(path, fingerprint, made_of, remedy)
+        files.require_same(path, fingerprint, made_of, remedy)
     return means

@@ -8,20 +8,19 @@ What is done is kept in OUTPUT_PATH.partial: the same command goes on where it w
 
 from pathlib import Path
 
-from experiments.caches import outputs
-from experiments.caches.files import require_writable, save_report
-from experiments.running.cli import Parser, config_file, count, main, whole_number
+from experiments.caches import files, outputs
+from experiments.running import cli
 from wan.config import load_config
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__)
+    parser = cli.Parser(description=__doc__)
     flag = parser.add_argument
-    flag("--config_path", type=config_file, default="configs/wan_mini.yaml", help="YAML of the miniature")
+    flag("--config_path", type=cli.config_file, default="configs/wan_mini.yaml", help="YAML of the miniature")
     flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
-    flag("--captions", type=count, default=96, help="held-out captions of each set")
-    flag("--clips", type=count, default=96, help="held-out clips of 81 frames for the VAE's PSNR")
-    flag("--workers", type=whole_number, help="processes that judge videos; one a core where left out")
+    flag("--captions", type=cli.count, default=96, help="held-out captions of each set")
+    flag("--clips", type=cli.count, default=96, help="held-out clips of 81 frames for the VAE's PSNR")
+    flag("--workers", type=cli.whole_number, help="processes that judge videos; one a core where left out")
     flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     report = Path("checkpoints/wan-mini/evaluation.json")
     flag("--output_path", type=Path, default=report, help="where the report goes")
@@ -36,12 +35,12 @@ def run(argv=None):
         settings["checkpoint_path"] = f"{args.ckpt_dir}/self_forcing_mini.pt"
     config = load_config(args.config_path, settings)
     partial = args.output_path.with_name(f"{args.output_path.name}.partial")
-    require_writable(args.output_path)
-    require_writable(partial)
+    files.require_writable(args.output_path)
+    files.require_writable(partial)
     outputs.require_replaceable(args.output_path, outputs.Contents("report"), overwrite=args.overwrite)
     # Workers fork: nothing has touched a GPU yet.
     report = evaluate(config, args.captions, args.clips, partial, args.workers)
-    save_report(report, args.output_path)
+    files.save_report(report, args.output_path)
     print("VAE:", report["vae"])
     for name, part in report["captions"].items():
         for source, result in part["shares"].items():
@@ -51,4 +50,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

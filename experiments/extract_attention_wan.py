@@ -3,16 +3,16 @@
 python experiments/extract_attention_wan.py --ckpt_dir checkpoints/wan-mini --layer_index 7
 """
 
-from experiments.running.cli import Parser, add_config_flags, add_run_flags, config_file, main
+from experiments.running import cli
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__)
+    parser = cli.Parser(description=__doc__)
     flag = parser.add_argument
-    add_config_flags(parser, "ckpt_dir", "prompt", "seed", "device")
+    cli.add_config_flags(parser, "ckpt_dir", "prompt", "seed", "device")
     flag(
         "--config_path",
-        type=config_file,
+        type=cli.config_file,
         help="YAML with the settings; where not given the model's sizes choose them",
     )
     flag("--layer_index", type=int, help="layer, counted from 0; 20, or the last one where there are fewer")
@@ -27,7 +27,7 @@ def run(argv=None):
     flag("--shift", type=float, help="of the noise levels; the model's own where not given")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also decode the video and write an mp4")
-    add_run_flags(parser)
+    cli.add_run_flags(parser)
     parser.exclude("gpu_id", "device")
     parser.set_defaults(vae_dtype="auto", preview=None)
     args = parser.parse_args(argv)
@@ -38,4 +38,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

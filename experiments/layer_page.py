@@ -8,19 +8,19 @@ notebooks/README.md says what the page does.
 from functools import partial
 from pathlib import Path
 
-from experiments.caches.files import located, require_distinct
-from experiments.running.cli import Parser, input_path, main, number
+from experiments.caches import files
+from experiments.running import cli
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__)
+    parser = cli.Parser(description=__doc__)
     flag = parser.add_argument
-    flag("cache", type=located, help="a cache of any format, or a folder of layerN.pt")
+    flag("cache", type=files.located, help="a cache of any format, or a folder of layerN.pt")
     flag("--output_path", type=Path, help="the page; beside the cache where not given")
-    flag("--max_mb", type=number(float, 1e-9, 1e9), help="size; passes are left out for it; 16")
-    flag("--video", type=input_path, help="an mp4 of the rollout; the one beside the cache if any")
-    flag("--maps", type=input_path, help="a maps cache of the rollout, to click on patches")
-    flag("--compare", type=input_path, help="a second cache of the same sizes: heads side by side")
+    flag("--max_mb", type=cli.number(float, 1e-9, 1e9), help="size; passes are left out for it; 16")
+    flag("--video", type=cli.input_path, help="an mp4 of the rollout; the one beside the cache if any")
+    flag("--maps", type=cli.input_path, help="a maps cache of the rollout, to click on patches")
+    flag("--compare", type=cli.input_path, help="a second cache of the same sizes: heads side by side")
     flag(
         "--overwrite",
         action="store_true",
@@ -34,7 +34,7 @@ def run(argv=None):
     if not cache.name.strip("."):  # . or ..
         cache = cache.resolve()
     path = args.output_path or cache.with_suffix(".html")
-    require_distinct([path], [args.cache, *args.inputs])
+    files.require_distinct([path], [args.cache, *args.inputs])
     save_page(
         path,
         args.cache,
@@ -47,7 +47,7 @@ def run(argv=None):
     print(f"{path}: open it in a browser, {path.stat().st_size / 1e6:.1f} MB")
 
 
-command = partial(main, run)
+command = partial(cli.main, run)
 
 if __name__ == "__main__":
     command()

@@ -13,7 +13,7 @@ past and writes its mean queries as an .npz (policy triattention).
 """
 
 from experiments.caches.files import located
-from experiments.running.cli import config_from, count, main, require_effect, run_parser
+from experiments.running import cli
 from wan.errors import ConfigError
 
 RULES = ("forcing_kv", "dummy", "pyramid", "mass", "effect", "triattention")
@@ -22,7 +22,7 @@ OF_ATLASES = {"rule", "num", "block", "step", "output_path", "overwrite", "debug
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, None)
+    parser = cli.run_parser(__doc__, None)
     flag = parser.add_argument
     flag(
         "atlas",
@@ -31,20 +31,24 @@ def run(argv=None):
         help="an atlas with masses, a causal atlas for effect; none for triattention",
     )
     flag("--rule", choices=RULES, required=True, help="what decides a head's class")
-    flag("--num", type=count, help="heads of class dummy, of most mass, or of the largest effect; else half")
-    flag("--block", type=count, default=1, help="the block that dummy classifies by (ar_start)")
+    flag(
+        "--num",
+        type=cli.count,
+        help="heads of class dummy, of most mass, or of the largest effect; else half",
+    )
+    flag("--block", type=cli.count, default=1, help="the block that dummy classifies by (ar_start)")
     args = parser.parse_args(argv)
     rolls_out = args.rule == "triattention"
     if rolls_out == bool(args.atlas):
         raise ConfigError("give an atlas, but for --rule triattention, which rolls --config_path out")
     if args.rule not in COUNTED:
-        require_effect(args, ["num"], f"on rule {args.rule}")
+        cli.require_effect(args, ["num"], f"on rule {args.rule}")
     if args.rule != "dummy":
-        require_effect(args, ["block"], f"on rule {args.rule}")
+        cli.require_effect(args, ["block"], f"on rule {args.rule}")
     if not rolls_out:  # the flags of a run, but for those that say which pass and where it goes
         flags = {word.removeprefix("--").partition("=")[0] for word in args.words if word.startswith("--")}
-        require_effect(args, flags - OF_ATLASES, "on the classes of an atlas")
-    config = config_from(args) if rolls_out else None
+        cli.require_effect(args, flags - OF_ATLASES, "on the classes of an atlas")
+    config = cli.config_from(args) if rolls_out else None
 
     from experiments.studies.head_classes import write_classes  # after the flags: a --help needs no torch
 
@@ -52,4 +56,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -16,19 +16,16 @@ import torch
 
 from experiments.caches.files import RunError
 from experiments.progress import print_out
-from wan import checkpoint
+from wan import capture, checkpoint, errors, sites
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.cache import read_switches
-from wan.capture import ALL, CaptureRequest, queries_of
 from wan.checkpoint import CheckpointError, encoder_config
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, in_context
 from wan.files import read_json
 from wan.keys import RotaryTable
 from wan.model import CausalWanModel
 from wan.policies import policy_of
 from wan.reductions import CHUNK_ELEMENTS
-from wan.sites import OF_FORWARD, SITES, check_indices
 from wan.vae import WIDE_SIZES
 
 if TYPE_CHECKING:
@@ -109,7 +106,10 @@ def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
 
 
 def captured(
-    config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
+    config: RunConfig,
+    model: ModelConfig,
+    requests: Sequence[capture.CaptureRequest],
+    num_passes: int | None = None,
 ) -> int:
     """Return the bytes that requests keep of a rollout, in memory and in a cache alike."""
     S, F, sizes = model.tokens_per_frame(config.height, config.width), config.num_frames, config.block_sizes
@@ -129,7 +129,7 @@ def captured(
                 if not of_self:
                     keys = model.text_len
                 if request.granularity == "map" and of_self:  # logits and mass
-                    places = queries_of(request.queries, block_frames(sizes, block))
+                    places = capture.queries_of(request.queries, block_frames(sizes, block))
                     size = len(places) * keys * 2 * HALF
                 elif request.granularity == "map":  # a token is a byte or more, but for two
                     words = request.num_words or min(model.text_len, len(config.prompt.encode()) + 2)
@@ -175,8 +175,8 @@ def bytes_of_sites(config: RunConfig, model: ModelConfig, watcher: "SiteCapture"
         sizes |= {"F": len(frames), "L": len(frames) * S}
         nbytes = 0
         for site in watcher.sites:
-            numbers = prod(sizes[axis] for axis in SITES[site].split())
-            if site not in OF_FORWARD:
+            numbers = prod(sizes[axis] for axis in sites.SITES[site].split())
+            if site not in sites.OF_FORWARD:
                 numbers *= num_layers
             nbytes += numbers * len(passes) * itemsize
         of_blocks.append(nbytes)
@@ -228,7 +228,7 @@ def bytes_of_graphs(
 
 
 def estimate_bytes(
-    config: RunConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
+    config: RunConfig, requests: Sequence[capture.CaptureRequest], num_passes: int | None = None
 ) -> int:
     """Return an upper bound of what a cache keeps, exact for frames and tokens.
 
@@ -262,7 +262,7 @@ class Need:
 def needs_of_run(
     config: RunConfig,
     model: ModelConfig,
-    requests: Sequence[CaptureRequest],
+    requests: Sequence[capture.CaptureRequest],
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -378,7 +378,7 @@ def require_memory(
     # The scarcest memory is named, by the share of it that is needed
     worst = max(needs, key=lambda need: need.total / max(1, free[need.where]))
     if worst.total > free[worst.where]:
-        raise ConfigError(f"{who} needs {worst}, but {amount(free[worst.where])} are free; {remedy}")
+        raise errors.ConfigError(f"{who} needs {worst}, but {amount(free[worst.where])} are free; {remedy}")
 
 
 def amount(nbytes: int) -> str:
@@ -390,28 +390,31 @@ def amount(nbytes: int) -> str:
 
 # --- The one check of what is asked for
 def check_requests(
-    config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
+    config: RunConfig,
+    model: ModelConfig,
+    requests: Sequence[capture.CaptureRequest],
+    num_passes: int | None = None,
 ) -> None:
     """Raise ConfigError for a layer, block, pass, head or place that model or rollout do not have."""
     if policy_of(config).by_heads and any(request.granularity != "frame" for request in requests):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"under cache_policy {policy_of(config).name} heads see keys of their own, of which no maps, "
             "token matrices or key curves are kept; use --granularity frame, or leave --key_curve out"
         )
     blocks = len(config.block_sizes)
     for request in requests:
-        of_frames = [query for query in request.queries if query.frame != ALL]
-        tokens = [query.token for query in of_frames if query.token != ALL]
-        with in_context(config.model):
+        of_frames = [query for query in request.queries if query.frame != capture.ALL]
+        tokens = [query.token for query in of_frames if query.token != capture.ALL]
+        with errors.in_context(config.model):
             request.check(model.num_layers, blocks, num_passes or config.num_passes)
-            check_indices("head", request.heads, model.num_heads)
-            check_indices("query frame", [query.frame for query in of_frames], config.num_frames)
-            check_indices("query token", tokens, model.tokens_per_frame(config.height, config.width))
+            sites.check_indices("head", request.heads, model.num_heads)
+            sites.check_indices("query frame", [query.frame for query in of_frames], config.num_frames)
+            sites.check_indices("query token", tokens, model.tokens_per_frame(config.height, config.width))
         last = max(range(blocks) if request.blocks is None else request.blocks)
         passes = config.passes_of_block(last)
         absent = [step for step in request.steps or () if step not in passes]
         if absent and num_passes is None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"step {absent[0]} is a pass of other blocks than block {last}, which has "
                 f"{', '.join(map(str, passes))}; first_block_steps differ from denoising_step_list"
             )
@@ -422,7 +425,9 @@ NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU al
 
 
 @contextmanager
-def out_of_memory(doing: str | Callable[[], str], requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
+def out_of_memory(
+    doing: str | Callable[[], str], requests: Sequence[capture.CaptureRequest] = ()
+) -> Iterator[None]:
     """Say in which phase (a text, or a function that gives it) memory did not suffice, and what helps."""
     try:
         yield

@@ -37,14 +37,12 @@ from experiments.caches.formats import READ_BY
 from experiments.extraction.video import to_pixels
 from experiments.runs import AnySession, Run
 from wan import diffusers_attention as attention
-from wan import diffusers_capture, sites
+from wan import diffusers_capture, diffusers_latents, errors, sites
 from wan import identity as identities
 from wan.capture import CapturedCall, move_to_cpu
 from wan.config import RunConfig
 from wan.diffusers_frames import family_of
-from wan.diffusers_latents import Window, coefficients, frames_at, latents_by_frame
 from wan.diffusers_passes import told_of
-from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import counted_edits
 from wan.sites import Watcher
 
@@ -146,12 +144,14 @@ def is_pipeline(x: Any) -> bool:
 def load_pipeline(x: Any, **settings: Any) -> "PipelineSession":
     """Return the session of a pipeline or a transformer. ConfigError for anything else, and for settings."""
     if not is_pipeline(x):
-        raise ConfigError(
-            f"{short_repr(x)} is no name or path of a config, no folder, pipeline or transformer"
+        raise errors.ConfigError(
+            f"{errors.short_repr(x)} is no name or path of a config, no folder, pipeline or transformer"
         )
     for name, value in settings.items():
         if value is not None:
-            raise ConfigError(f"a pipeline takes {name} when it is called: session.generate(prompt, ...)")
+            raise errors.ConfigError(
+                f"a pipeline takes {name} when it is called: session.generate(prompt, ...)"
+            )
     return session_of(x)
 
 
@@ -214,22 +214,22 @@ class PipelineSession(AnySession):
         return self
 
     def with_weights(self, config: Any) -> Any:
-        raise ConfigError("a source of a pipeline is another prompt or seed of it; leave weights out")
+        raise errors.ConfigError("a source of a pipeline is another prompt or seed of it; leave weights out")
 
     # --- Videos
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline with its own arguments -> the run, or a list of runs of several videos."""
         rollouts.require_no_run()
         if isinstance(self.pipe, nn.Module):
-            raise ConfigError(f"{type(self.pipe).__name__} alone makes no video: load its pipeline")
+            raise errors.ConfigError(f"{type(self.pipe).__name__} alone makes no video: load its pipeline")
         signature, title = signature_of(self.pipe), type(self.pipe).__name__
         if not _takes_any(signature):
             for name in kwargs:
-                require_known(name, [*signature.parameters][1:], f"{title} takes no {{}}")
+                errors.require_known(name, [*signature.parameters][1:], f"{title} takes no {{}}")
         try:
             signature.bind(self.pipe, *args, **kwargs)
         except TypeError as error:
-            raise ConfigError(f"{title}: {error}") from None
+            raise errors.ConfigError(f"{title}: {error}") from None
         with self.opened():
             runs, _ = self.make(original_call(self.pipe), args, kwargs)
         if len(runs) == 1:
@@ -363,7 +363,7 @@ class PipelineSession(AnySession):
         """Make a run for each video of a call; none where it was stopped before anything was seen."""
         if stopped and not forwards.passes and not records:
             return []
-        videos = latents_by_frame(self.model, latents.of(output), forwards.shape)
+        videos = diffusers_latents.latents_by_frame(self.model, latents.of(output), forwards.shape)
         counts = [len(videos), *forwards.shape[:1], *(record.q_shape[0] for record in records)]
         count = max(*counts, 1)
         frames = videos.shape[1]
@@ -431,7 +431,7 @@ class PipelineSession(AnySession):
         texts = dict[str, str]()
         for config in call.configs:
             if config.prompt is None:
-                raise ConfigError(
+                raise errors.ConfigError(
                     "words= needs the prompt: give it in place of prompt_embeds, or encode it inside capture"
                 )
             texts[config.prompt] = text_of_prompt(self.pipe, config.prompt)
@@ -784,7 +784,7 @@ class NotedLatents:
 
 def frame_axis(pipe: Any) -> int:
     """Return the axis of frames in a pipeline's latents."""
-    return frames_at(next(iter(diffusers_capture.transformers_of(pipe).values())))
+    return diffusers_latents.frames_at(next(iter(diffusers_capture.transformers_of(pipe).values())))
 
 
 def first_output(output: Any) -> Any:
@@ -990,7 +990,7 @@ def _as_plain(value: Any) -> Any:
         return [_as_plain(part) for part in value]
     if isinstance(value, np.ndarray) or hasattr(value, "tobytes"):
         return hashlib.sha256(value.tobytes()).hexdigest()[:16]
-    return short_repr(value)
+    return errors.short_repr(value)
 
 
 # --- The x0 lens
@@ -1011,7 +1011,7 @@ class PipelineLens(Watcher):
         """Note arguments and outputs of forwards while the context lasts."""
         modules = diffusers_capture.layers_of(self.model)
         if not modules:
-            raise ConfigError(f"x0_lens does not know the layers of {type(self.model).__name__}")
+            raise errors.ConfigError(f"x0_lens does not know the layers of {type(self.model).__name__}")
         with ExitStack() as stack:
             begin = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
             stack.callback(begin.remove)
@@ -1039,8 +1039,8 @@ class PipelineLens(Watcher):
         [items] = [items for at, items in forward.parts if at == where.at]
         for layer in range(len(self.outputs)) if self.layers is None else self.layers:
             output = Context().run(self._again, self.outputs[layer])
-            flow = Window(self.model, output[0], forward.video, arguments).frames[items]
-            a, b = coefficients(self.model, told, where.at, flow)
+            flow = diffusers_latents.Window(self.model, output[0], forward.video, arguments).frames[items]
+            a, b = diffusers_latents.coefficients(self.model, told, where.at, flow)
             x0 = a * self.noisy[:, :, : flow.shape[2]] + b * flow
             self.found[layer, where.block, where.step or 0] = x0.detach().cpu()
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Optional, TextIO
 from tqdm import tqdm
 
 from experiments.caches.files import CacheError
-from wan.errors import UserError, library_writes
+from wan import errors
 
 MAX_EVENT = 1 << 20  # bytes of the first line of a log
 
@@ -59,7 +59,7 @@ class Progress(AbstractContextManager["Progress"]):
         about = {}
         if error is not None:
             about["error"] = f"{kind.__name__}: {error}"
-        if error is not None and not isinstance(error, (UserError, KeyboardInterrupt)):
+        if error is not None and not isinstance(error, (errors.UserError, KeyboardInterrupt)):
             about["traceback"] = "".join(traceback.format_exception(error))
         self.log("end", ok=error is None, **about)
         self.close_bar()
@@ -216,7 +216,7 @@ def memory() -> str:
 
 def open_log(path: str | Path) -> TextIO:
     """Open a regular file to append lines to. Raises CacheError for a pipe or device."""
-    with library_writes(path, CacheError):
+    with errors.library_writes(path, CacheError):
         # A pipe would block the rollout until somebody reads
         if Path(path).suffix == ".pt" or (Path(path).exists() and not Path(path).is_file()):
             raise ValueError("a log is a file such as log.jsonl, no cache, folder, pipe or device")

@@ -15,9 +15,9 @@ from torch import Tensor
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
 from experiments.provenance import encoding_device, fingerprint
+from wan import errors
 from wan.checkpoint import describe_files, encoder_files
 from wan.config import ModelConfig, RunConfig
-from wan.errors import CheckpointError, ConfigError, require_text, short_repr
 from wan.files import read_weights_file, require_file
 from wan.identity import NUMBERS
 from wan.text_encoder import TextEncoder
@@ -35,9 +35,11 @@ def encode_prompts(
     """Return embeddings and tokens of each prompt; load the encoder only if needed, and free it."""
     if embeds_file := config.prompt_embeds:
         file_prompt = with_given_prompt(config, None)
-        if other := [short_repr(prompt) for prompt in prompts if prompt != file_prompt]:
+        if other := [errors.short_repr(prompt) for prompt in prompts if prompt != file_prompt]:
             needs = f"and this run needs those of {other[0]}; leave --prompt_embeds out"
-            raise ConfigError(f"{embeds_file} holds the states of {short_repr(file_prompt)}, {needs}")
+            raise errors.ConfigError(
+                f"{embeds_file} holds the states of {errors.short_repr(file_prompt)}, {needs}"
+            )
         states, tokens = read_states(embeds_file, sizes)
         return {file_prompt: (states.to(device, dtype), tokens)}
     # Remembered states are taken where all that their bits depend on is the same (states_files)
@@ -45,7 +47,7 @@ def encode_prompts(
     encoder: TextEncoder | None = None
     for prompt, path, is_there in states_files(config, prompts, sizes, dtype, where):
         if path is not None and is_there:
-            with suppress(CheckpointError):  # damaged: to be made again
+            with suppress(errors.CheckpointError):  # damaged: to be made again
                 states_by_prompt[prompt] = read_states(path, sizes)
                 continue
         # umT5 has 11 GB in bfloat16: it is loaded once, for the prompts that are not remembered
@@ -86,7 +88,7 @@ def states_files(
     made_of = {"files": files, "text_len": sizes.text_len, "dtype": str(dtype), "numbers": NUMBERS}
     for prompt in prompts:
         path, is_there = Path(config.embeds_dir) / f"{fingerprint(made_of, prompt=prompt)}.pt", False
-        with suppress(CheckpointError):  # absent or damaged; a file of another name is of other states
+        with suppress(errors.CheckpointError):  # absent or damaged; a file of another name is of other states
             is_there = read_weights_file(path).get("fingerprint") == path.stem
         yield prompt, path, is_there
 
@@ -95,10 +97,12 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
     """Return the prompt of a run with --prompt_embeds: the file's own, or else the given one; not both."""
     file_prompt = read_weights_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
     if file_prompt is not None and not isinstance(file_prompt, str):
-        raise CheckpointError(f"{config.prompt_embeds}: its prompt is {short_repr(file_prompt)}, not a text")
+        raise errors.CheckpointError(
+            f"{config.prompt_embeds}: its prompt is {errors.short_repr(file_prompt)}, not a text"
+        )
     if prompt is not None and file_prompt is not None and prompt != file_prompt:
-        holds = f"{config.prompt_embeds} holds the states of {short_repr(file_prompt)}"
-        raise ConfigError(f"--prompt is {short_repr(prompt)}, but {holds}")
+        holds = f"{config.prompt_embeds} holds the states of {errors.short_repr(file_prompt)}"
+        raise errors.ConfigError(f"--prompt is {errors.short_repr(prompt)}, but {holds}")
     # "" is a prompt too
     return next(text for text in (file_prompt, prompt, config.prompt) if text is not None)
 
@@ -113,13 +117,13 @@ def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
     if not fits or not 1 <= states.shape[1] <= sizes.text_len:
         shown = list(states.shape) if is_known else "are missing, or not finite numbers of floating point"
         wanted = f"[1, at most {sizes.text_len}, {sizes.text_dim}], as this model's are"
-        raise CheckpointError(f"{path}: prompt_embeds {shown}; wanted {wanted}; make one: {MAKE_ONE}")
+        raise errors.CheckpointError(f"{path}: prompt_embeds {shown}; wanted {wanted}; make one: {MAKE_ONE}")
     # Padding is zero: the other rows are tokens
     rows = int(states[0].any(-1).sum())
     tokens = content.get("tokens", [str(i) for i in range(rows)])
     texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
     if not texts or len(tokens) > states.shape[1]:
-        raise CheckpointError(f"{path}: tokens are not a list of at most {states.shape[1]} texts")
+        raise errors.CheckpointError(f"{path}: tokens are not a list of at most {states.shape[1]} texts")
     for token in tokens:
-        require_text(token, f"{path}: a token")
+        errors.require_text(token, f"{path}: a token")
     return states, tokens

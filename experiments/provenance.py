@@ -37,12 +37,11 @@ from experiments.caches.files import (
 )
 from experiments.caches.frames import one_thread
 from experiments.caches.outputs import facts_of_model
-from wan import backends, checkpoint, lora
+from wan import backends, checkpoint, errors, lora
 from wan.backends import kernel_name
 from wan.checkpoint import encoder_files
 from wan.config import DType, ModelConfig, RunConfig
 from wan.config import device_name as device_setting
-from wan.errors import ConfigError, short_repr
 from wan.identity import NUMBERS, UNNAMED, identity_of_class
 from wan.interventions import config_edits
 from wan.policies import policy_classes
@@ -58,15 +57,15 @@ def choose_device(name: str, offload: bool = False) -> torch.device:
     try:
         device_setting(name)  # of a flag: that of a config is checked already
     except ValueError as error:
-        raise ConfigError(f"device {short_repr(name)} {error}") from None
+        raise errors.ConfigError(f"device {errors.short_repr(name)} {error}") from None
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     there = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= there:
-        raise ConfigError(f"device {name} was asked for; CUDA devices here: {there}; use --device cpu")
+        raise errors.ConfigError(f"device {name} was asked for; CUDA devices here: {there}; use --device cpu")
     if offload and device.type != "cuda":
-        raise ConfigError(f"--offload serves a GPU, and the device is {device}; leave it out")
+        raise errors.ConfigError(f"--offload serves a GPU, and the device is {device}; leave it out")
     # Triton launches a kernel on the current GPU, wherever its tensors are
     if device.index is not None:
         torch.cuda.set_device(device)

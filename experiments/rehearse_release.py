@@ -14,13 +14,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from experiments.running.cli import Parser, main
+from experiments.running import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__)
+    parser = cli.Parser(description=__doc__)
     parser.add_argument(
         "--output_dir", type=Path, default=Path("outputs/rehearsal"), help="a folder for all of it"
     )
@@ -65,4 +65,4 @@ def runs(command: list[str], expected: int) -> bool:
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -6,21 +6,21 @@
 docs/interventions.md says what the scores are.
 """
 
-from experiments.running.cli import DECODING, config_from, count, main, run_parser
+from experiments.running import cli
 
 # It makes no video, takes every denoising pass, and no edits
-WITHOUT_USE = ("interventions", "save_video", "step", *DECODING)
+WITHOUT_USE = ("interventions", "save_video", "step", *cli.DECODING)
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "cache/attribution.pt", without=WITHOUT_USE)
+    parser = cli.run_parser(__doc__, "cache/attribution.pt", without=WITHOUT_USE)
     flag = parser.add_argument
     flag("--source_prompt", required=True, help="of the run whose activations are taken")
     flag("--sites", nargs="+", default=["z", "mlp_out"], help="of wan.sites.SITES")
     flag("--blocks", nargs="+", type=int, help="every one where not given")
-    flag("--integrated", type=count, default=1, help="points between the inputs of both runs")
+    flag("--integrated", type=cli.count, default=1, help="points between the inputs of both runs")
     args = parser.parse_args(argv)
-    config = config_from(args)
+    config = cli.config_from(args)
 
     from experiments.attribution import make_scores  # after the flags: a --help needs no torch
 
@@ -28,4 +28,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

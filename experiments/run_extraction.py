@@ -5,12 +5,12 @@ python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer
 
 from functools import partial
 
-from experiments.running.cli import add_config_flags, config_from, main, run_parser
+from experiments.running import cli
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "cache/attention_cache.pt", steps=True)
-    add_config_flags(parser, "layer_indices")
+    parser = cli.run_parser(__doc__, "cache/attention_cache.pt", steps=True)
+    cli.add_config_flags(parser, "layer_indices")
     flag = parser.add_argument
     flag("--blocks", type=int, nargs="+", default=[-1], help="from 0; -1 is the last")
     flag(
@@ -19,9 +19,9 @@ def run(argv=None):
         default="probabilities",
         help="probabilities in float32, or logits in float16",
     )
-    add_config_flags(parser, "gpus")
+    cli.add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
-    config = config_from(args)
+    config = cli.config_from(args)
 
     from experiments.running.run import PlannedCache, cache_builders, make_caches  # a --help needs no torch
 
@@ -30,7 +30,7 @@ def run(argv=None):
     make_caches(args, config, requests, {args.output_path: cache})
 
 
-command = partial(main, run)
+command = partial(cli.main, run)
 
 if __name__ == "__main__":
     command()

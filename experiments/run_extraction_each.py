@@ -6,12 +6,12 @@ python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --
 
 from functools import partial
 
-from experiments.running.cli import add_config_flags, config_from, main, run_parser
+from experiments.running import cli
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, None)
-    add_config_flags(parser, "layer_index")
+    parser = cli.run_parser(__doc__, None)
+    cli.add_config_flags(parser, "layer_index")
     flag = parser.add_argument
     flag("--output_dir", help="folder for layerN.pt of every layer, from one rollout")
     parser.exclude("output_dir", "layer_index")
@@ -22,9 +22,9 @@ def run(argv=None):
         default="frame",
         help="frame: exact means, no matrix; token: the same from whole matrices, slower, as a check",
     )
-    add_config_flags(parser, "gpus")
+    cli.add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
-    config = config_from(args)
+    config = cli.config_from(args)
 
     from experiments.running.run import PlannedCache, cache_builders, make_caches  # a --help needs no torch
 
@@ -38,7 +38,7 @@ def run(argv=None):
     make_caches(args, config, requests, outputs)
 
 
-command = partial(main, run)
+command = partial(cli.main, run)
 
 if __name__ == "__main__":
     command()

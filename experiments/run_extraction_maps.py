@@ -12,8 +12,8 @@ from typing import Any
 
 from PIL import Image
 
-from experiments.running.cli import add_config_flags, config_from, main, run_parser
-from wan.errors import reason_of, short_repr
+from experiments.running import cli
+from wan import errors
 
 
 def numbers(what: str) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def numbers(what: str) -> dict[str, Any]:
 
     def read(text: str) -> tuple[int, ...]:
         if not re.fullmatch(pattern, text):
-            raise argparse.ArgumentTypeError(f"{short_repr(text)} is not {what}, whole numbers from 0")
+            raise argparse.ArgumentTypeError(f"{errors.short_repr(text)} is not {what}, whole numbers from 0")
         return tuple(map(int, text.split(",")))
 
     return {"type": read, "metavar": what}
@@ -38,12 +38,14 @@ def mask(text: str) -> tuple[int | None, Image.Image]:
         with Image.open(file) as image:
             return frame, image.convert("L")
     except (OSError, ValueError, SyntaxError) as error:  # PIL's of a damaged PNG
-        raise argparse.ArgumentTypeError(f"{short_repr(file)} is no image: {reason_of(error)}") from None
+        raise argparse.ArgumentTypeError(
+            f"{errors.short_repr(file)} is no image: {errors.reason_of(error)}"
+        ) from None
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "cache/maps.pt", steps=True)
-    add_config_flags(parser, "layer_indices", "gpus")
+    parser = cli.run_parser(__doc__, "cache/maps.pt", steps=True)
+    cli.add_config_flags(parser, "layer_indices", "gpus")
     flag = parser.add_argument
     flag(
         "--query_patch",
@@ -76,7 +78,7 @@ def run(argv=None):
     flag("--blocks", type=int, nargs="+", help="whose queries look; those of the patches, else the last")
     flag("--words", action="store_true", help="also where each word of the prompt is read")
     args = parser.parse_args(argv)
-    config = config_from(args)
+    config = cli.config_from(args)
 
     from experiments.running.run import PlannedCache, cache_builders, make_caches  # a --help needs no torch
 
@@ -98,4 +100,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -6,19 +6,19 @@
 docs/interventions.md says what can be edited, and explains the numbers.
 """
 
-from experiments.running.cli import DECODING, config_from, main, run_parser
+from experiments.running import cli
 from wan.errors import ConfigError
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "cache/effects.pt", without=("step", *DECODING))
+    parser = cli.run_parser(__doc__, "cache/effects.pt", without=("step", *cli.DECODING))
     flag = parser.add_argument
     flag("--save_base", metavar="FILE.pt", help="keep the unedited run, and use it where it is there")
     flag("--dry_run", action="store_true", help="say what would be edited, and stop")
     flag("--no_video", action="store_true", help="the numbers alone, without an mp4; needs no ffmpeg")
     parser.exclude("no_video", "save_video")
     args = parser.parse_args(argv)
-    config = config_from(args)
+    config = cli.config_from(args)
     if not config.interventions:
         raise ConfigError("nothing to edit: give --interventions")
 
@@ -28,4 +28,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from experiments.running.cli import Parser, count, count_or_none, input_path, main
+from experiments.running import cli
 from experiments.running.parameters import NOTEBOOKS
 from wan.errors import ConfigError
 
@@ -26,7 +26,7 @@ def layers(text: str) -> list[int]:
     first, dash, last = text.partition("-")
     if not dash:
         last = first
-    numbers = list(range(count_or_none(first), count_or_none(last) + 1))
+    numbers = list(range(cli.count_or_none(first), cli.count_or_none(last) + 1))
     if not numbers:
         raise argparse.ArgumentTypeError(f"{text!r} goes backwards: write {last}-{first}")
     return numbers
@@ -42,14 +42,14 @@ def parameter(text: str) -> tuple[str, Any]:
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__)
+    parser = cli.Parser(description=__doc__)
     flag = parser.add_argument
     flag("notebook", type=lambda text: Path(text).name, choices=NOTEBOOKS, help="of notebooks/")
-    flag("cache", type=input_path, help="a cache of many layers, or a folder of layerN.pt")
+    flag("cache", type=cli.input_path, help="a cache of many layers, or a folder of layerN.pt")
     flag("layers", type=layers, nargs="+", help="numbers from 0, ranges such as 0-29, or all")
     flag("--output_dir", type=Path, help="where everything goes; outputs/NOTEBOOK/CACHE where not given")
     flag("--parameter", type=parameter, nargs="+", metavar="NAME=VALUE", help="others, such as STEP=4")
-    flag("--jobs", type=count, help=argparse.SUPPRESS)  # of 1.0: one kernel draws all layers
+    flag("--jobs", type=cli.count, help=argparse.SUPPRESS)  # of 1.0: one kernel draws all layers
     args = parser.parse_args(argv)
     names = [name for name, _ in args.parameter or ()]
     for name in names:
@@ -65,4 +65,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

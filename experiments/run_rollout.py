@@ -7,14 +7,14 @@ Beside the mp4, which plays while it grows, NAME.latents/ has a file for each bl
 one for each captured block. docs/policies.md tells more.
 """
 
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running import cli
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "outputs/long.mp4", without=["save_video"])
+    parser = cli.run_parser(__doc__, "outputs/long.mp4", without=["save_video"])
     parser.add_argument("--capture", default="none", help="attention: none, last:N blocks, band:D, all")
     args = parser.parse_args(argv)
-    config = config_from(args)
+    config = cli.config_from(args)
 
     from experiments.extraction import long_rollout  # after the flags: a --help needs no torch
 
@@ -22,4 +22,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

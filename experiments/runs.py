@@ -19,16 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from experiments.caches.files import RunError, require_suffix
+from experiments.caches import files, frames
 from experiments.caches.formats import PassTag
-from experiments.caches.frames import (
-    assemble,
-    by_key_frame,
-    curves_to_frames,
-    query_frame_curves,
-    rows_of,
-    stack,
-)
 from experiments.caches.mp4 import write_mp4
 from experiments.extraction.video import decode, load_vae, require_free, save_video
 from experiments.provenance import model_title
@@ -202,7 +194,7 @@ class Run:
 
         CacheError for a name that does not end in .mp4, and, unless overwrite, for a file that must stay.
         """
-        require_suffix(path, ".mp4")
+        files.require_suffix(path, ".mp4")
         if self.returned is not None or self.decoder is not None:  # a pipeline's
             write_mp4(
                 self.video.numpy(),
@@ -270,7 +262,7 @@ class Run:
     def captured(self, name: str, layer: int, step: int) -> list[CapturedCall]:
         """Return the calls of one layer and pass that hold a quantity. RunError where there is none."""
         if (name, layer, step) not in self._calls:
-            raise RunError(f"layer {layer}, step {step}: no {name} was captured")
+            raise files.RunError(f"layer {layer}, step {step}: no {name} was captured")
         return self._calls[name, layer, step]
 
     def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
@@ -281,14 +273,14 @@ class Run:
             piece = call.values["token_logits" if from_tokens else name][0]
             # [H, Lq, Lk] of tokens -> [H, Fq, Fk] of frames
             if from_tokens:
-                piece = query_frame_curves(piece, S)
+                piece = frames.query_frame_curves(piece, S)
                 if "key_frame" in call.values:
                     keys = call.values["key_frame"][0]
-                    piece = by_key_frame(piece, keys, num_frames, mean=True)[..., call["key_frames"]]
+                    piece = frames.by_key_frame(piece, keys, num_frames, mean=True)[..., call["key_frames"]]
                 else:
-                    piece = curves_to_frames(piece, S)
+                    piece = frames.curves_to_frames(piece, S)
             pieces.append((call["query_frames"], call["key_frames"], piece))
-        return assemble(pieces, num_frames)
+        return frames.assemble(pieces, num_frames)
 
     def of_branch(self, branch: str | None) -> "Run":
         """Return the run as if only one branch of guidance had been captured."""
@@ -297,8 +289,8 @@ class Run:
     def query_rows(self, name: str, layer: int, step: int) -> Tensor:
         """Put a quantity per query frame of all blocks together [H, F, ...], NaN for unreached frames."""
         calls = self.captured(name, layer, step)
-        return rows_of(((c["query_frames"], c.values[name][0]) for c in calls), self.config.num_frames)
+        return frames.rows_of(((c["query_frames"], c.values[name][0]) for c in calls), self.config.num_frames)
 
     def frame_matrices(self, name: str, layers: Sequence[int], steps: Sequence[int]) -> Tensor:
         """Stack frame_matrix of some layers and steps -> [layers, steps, H, F, F]."""
-        return stack(lambda layer, step: self.frame_matrix(name, layer, step), layers, steps)
+        return frames.stack(lambda layer, step: self.frame_matrix(name, layer, step), layers, steps)

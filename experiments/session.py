@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard
 import torch
 from torch import Tensor
 
+from experiments import memory, progress
 from experiments import runs as rollouts
 from experiments.analysis import prompt_words
+from experiments.caches import formats
 from experiments.caches.files import RunError
-from experiments.caches.formats import MASS_TOLERANCE, READ_BY
 from experiments.configs import find_config, policy_settings
-from experiments.extraction.video import first_latents, load_vae
-from experiments.memory import check_requests, free_memory, needs_of_run, out_of_memory, require_memory
-from experiments.progress import Progress, print_out
+from experiments.extraction import video
 from experiments.prompts import PromptStates, encode_prompts, needs_encoder, with_given_prompt
 from experiments.provenance import (
     choose_device,
@@ -49,20 +48,15 @@ from experiments.provenance import (
     with_result,
 )
 from experiments.runs import AnySession, Run, require_no_run
-from wan import checkpoint
+from wan import cache, capture, checkpoint, errors, interventions, sites
 from wan.blocks import block_ranges
-from wan.cache import CachePolicy, PromptSwitch, read_switches
-from wan.capture import SMALL, CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import MODELS, ModelConfig, ModelSettings, RunConfig, latent_sides
-from wan.errors import ConfigError, require_known, short_repr
 from wan.identity import LiveWeights, live_weights
-from wan.interventions import config_edits, counted_edits, in_turns
 from wan.kernels import start_triton
 from wan.model import CausalWanModel, WanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
 from wan.policies import policy_of
-from wan.sites import active_edits, require_no_data
 from wan.text_encoder import TextEncoder
 
 if TYPE_CHECKING:
@@ -103,9 +97,9 @@ def load(
             given[name] = str(value) if isinstance(value, Path) else value
     size = given.pop("size", None)
     for name in given:
-        require_known(name, [field.name for field in fields(RunConfig)], "{} is no setting of a run")
+        errors.require_known(name, [field.name for field in fields(RunConfig)], "{} is no setting of a run")
     if cache_policy is not None:
-        if isinstance(cache_policy, CachePolicy | str | Path):
+        if isinstance(cache_policy, cache.CachePolicy | str | Path):
             cache_policy = policy_settings(cache_policy)
         given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
     # 2. The config itself, or one that is found by name
@@ -159,7 +153,7 @@ class Session(AnySession):
 
     def read_vae(self, dtype: str = "float32", preview: str | None = None) -> Any:
         """Read the VAE, or a preview's decoder, onto the session's device."""
-        return load_vae(self.config, dtype, preview)
+        return video.load_vae(self.config, dtype, preview)
 
     @cached_property
     def text_encoder(self) -> TextEncoder:
@@ -171,9 +165,9 @@ class Session(AnySession):
 
     def prepare(
         self,
-        requests: Sequence[CaptureRequest] = (),
+        requests: Sequence[capture.CaptureRequest] = (),
         prompts: Sequence[str] | None = None,
-        observer: Progress | None = None,
+        observer: progress.Progress | None = None,
         *,
         replays: bool = False,
         decodes: bool = False,
@@ -192,7 +186,7 @@ class Session(AnySession):
             # 1. Check: numbers, files, requests and memory.
             check_numerics()
             quiet, sizes = observer is None or observer.quiet, self.model_config
-            later = [str(switch.prompt) for switch in read_switches(config.prompt_schedule)]
+            later = [str(switch.prompt) for switch in cache.read_switches(config.prompt_schedule)]
             prompts = list(dict.fromkeys([*(prompts or self.prompts_of(config)), *later]))
             for name in (
                 ("num_layers", "num_heads", "dim", "ffn_dim", "in_dim") if config.model in MODELS else ()
@@ -200,7 +194,7 @@ class Session(AnySession):
                 # A directory of another model than the config, and so the cache, names
                 held, wanted = getattr(sizes, name), getattr(MODELS[config.model], name)
                 if held != wanted:
-                    raise ConfigError(
+                    raise errors.ConfigError(
                         f"{config.ckpt_dir} is not {config.model}: {name} {held} instead of {wanted}; "
                         "name a config with its settings by --config_path"
                     )
@@ -208,8 +202,10 @@ class Session(AnySession):
             if self.device.type == "cuda":  # the process may end without it
                 Thread(target=start_triton, args=(self.device,), daemon=True).start()
             encodes = needs_encoder(config, prompts, sizes, self.dtype, self.device)
-            check_requests(config, sizes, requests, config.base.num_steps if self.bidirectional else None)
-            needs = needs_of_run(
+            memory.check_requests(
+                config, sizes, requests, config.base.num_steps if self.bidirectional else None
+            )
+            needs = memory.needs_of_run(
                 config,
                 sizes,
                 requests,
@@ -220,7 +216,7 @@ class Session(AnySession):
                 replays=replays,
                 decodes=decodes,
             )
-            require_memory(config.model, needs, free_memory(self.device), quiet=quiet)
+            memory.require_memory(config.model, needs, memory.free_memory(self.device), quiet=quiet)
             files_of(config, weights)
             self._loaded = deepcopy(config)
             self.require_files()
@@ -231,7 +227,7 @@ class Session(AnySession):
             self.texts = PromptTexts(self, self._loaded, prompts)
             self.texts[prompts[0]]
             # 3. Load the model.
-            with out_of_memory("loading the model"):
+            with memory.out_of_memory("loading the model"):
                 pipeline = self.load_pipeline(config)
             self.require_files()
             if replays and config.gpus == 1 and self.device.type == "cuda" and not config.offload:
@@ -239,7 +235,7 @@ class Session(AnySession):
 
                 apply_cuda_graphs(pipeline.model, FORWARDS)
             if not quiet and not self.bidirectional:
-                print_out(pipeline.weights)
+                progress.print_out(pipeline.weights)
             pipeline.loaded = live_weights({None: pipeline.model})
             self.pipeline = pipeline
         return self
@@ -263,8 +259,8 @@ class Session(AnySession):
         first_frames: Any = None,
         product: bool = False,
         config: RunConfig | None = None,
-        requests: Sequence[CaptureRequest] = (),
-        observer: Progress | None = None,
+        requests: Sequence[capture.CaptureRequest] = (),
+        observer: progress.Progress | None = None,
     ) -> Any:
         """Generate one video; prompt and seed are the config's where not given.
 
@@ -287,8 +283,8 @@ class Session(AnySession):
         if isinstance(first_frames, str | Path):
             base, first_frames = replace(base, first_frames=str(first_frames)), None
         if isinstance(prompt, Mapping) or not isinstance(prompt, str | Iterable | None):
-            raise ConfigError(
-                f"a prompt is a text, and several are a list of texts, not {short_repr(prompt)}"
+            raise errors.ConfigError(
+                f"a prompt is a text, and several are a list of texts, not {errors.short_repr(prompt)}"
             )
         is_batch = seeds is not None or not isinstance(prompt, str | None)
         prompts: list[str | Sequence[str] | None]
@@ -305,7 +301,7 @@ class Session(AnySession):
             or not {len(prompts), len(chosen)} <= {1, count}
             or (seeds is not None and seed is not None)
         ):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{len(prompts)} prompts and {len(chosen)} seeds: one for each, one for all, or product=True"
             )
         configs = []
@@ -322,10 +318,10 @@ class Session(AnySession):
             if configs[-1].prompt_schedule != base.prompt_schedule:
                 policy_of(configs[-1])
         # 2. Load the model, and roll out under the eyes of who captures this session.
-        observer = observer or Progress(quiet)
+        observer = observer or progress.Progress(quiet)
         captures = next(iter(self.captures()), None)
         if captures and requests:
-            raise ConfigError("a capture around this call says what is asked for: leave requests out")
+            raise errors.ConfigError("a capture around this call says what is asked for: leave requests out")
         if captures is not None:
             requests = captures.requests
         self.prepare(requests, observer=observer, config=configs[0])
@@ -353,7 +349,9 @@ class Session(AnySession):
         numbers = []
         for config in configs:
             if config.prompt_schedule:
-                raise ConfigError("words are of one prompt, and prompt_schedule changes it: leave words out")
+                raise errors.ConfigError(
+                    "words are of one prompt, and prompt_schedule changes it: leave words out"
+                )
             _, tokens = self.texts[config.prompt]
             numbers.append(prompt_words.tokens_of_words(tokens, words, config.prompt))
         return tuple(numbers)
@@ -361,8 +359,8 @@ class Session(AnySession):
     def _roll_out(
         self,
         configs: Sequence[RunConfig],
-        requests: Sequence[CaptureRequest],
-        observer: Progress,
+        requests: Sequence[capture.CaptureRequest],
+        observer: progress.Progress,
         watching: AbstractContextManager[None],
         first_frames: Any = None,
     ) -> list[Run]:
@@ -388,8 +386,10 @@ class Session(AnySession):
         options: dict[str, Any] = {"prompt_schedule": self.switches(*configs)}
         first, start = None, 0
         if beginning is not None:
-            first = first_latents(beginning, config, sizes.in_dim, lambda: self.vae)
-            require_no_data((*config_edits(config), *active_edits()), "videos of first_frames")
+            first = video.first_latents(beginning, config, sizes.in_dim, lambda: self.vae)
+            sites.require_no_data(
+                (*interventions.config_edits(config), *sites.active_edits()), "videos of first_frames"
+            )
             first, start = first.to(noise).expand(len(noise), -1, -1, -1, -1), first.shape[1]
             options |= {"num_given": start, "given": lambda frames: first[:, frames.start : frames.stop]}
         if observer.video is not None:  # a VAE that cannot decode is told now, not after hours
@@ -401,21 +401,21 @@ class Session(AnySession):
         # With the heads in several processes, these stop and gather together
         shard = pipeline.model.head_shard
         finished, checked = list[Tensor](), 0
-        phase = out_of_memory(lambda: f"rolling out block {len(finished)} of {len(blocks)}", requests)
+        phase = memory.out_of_memory(lambda: f"rolling out block {len(finished)} of {len(blocks)}", requests)
         with (
-            counted_edits() as touched,
+            interventions.counted_edits() as touched,
             threads_for(noise, sizes),
             self.edited(config, len(configs)),
             watching,
-            in_turns(len(configs)),
+            interventions.in_turns(len(configs)),
         ):
-            edits = active_edits()  # also those of one's own intervene() around this
+            edits = sites.active_edits()  # also those of one's own intervene() around this
             files = self.files_now(config, edits)
             with phase, rollouts.capturing(requests) as records:
                 for frames, latents in pipeline.blocks(later_noise, torch.cat(states), **options):
                     # Numbers are checked as they come, so that hours are not spent on NaN.
                     block = len(finished)
-                    move_to_cpu(records[checked:])
+                    capture.move_to_cpu(records[checked:])
                     check_numbers(pipeline.model, latents, f"block {block}", records[checked:])
                     checked = len(records)
                     # Keep the block and hand it on.
@@ -450,7 +450,7 @@ class Session(AnySession):
             stopped = f"{done} of {len(config.block_sizes)} blocks"
         # 6. A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w].
         runs = []
-        cuts = [pipeline.cache_policy.cuts(read_switches(item.prompt_schedule)) for item in configs]
+        cuts = [pipeline.cache_policy.cuts(cache.read_switches(item.prompt_schedule)) for item in configs]
         for item, own_config in enumerate(configs):
             of_first = {}
             if cuts[item] != cuts[0]:  # the shots of a batch are the first video's
@@ -489,19 +489,21 @@ class Session(AnySession):
         with threads_for(noise, self.model_config):
             return self.pipeline.inference(noise, prompt_embeds=self.texts[config.prompt][0], **inputs)[1]
 
-    def switches(self, *configs: RunConfig) -> list[PromptSwitch]:
+    def switches(self, *configs: RunConfig) -> list[cache.PromptSwitch]:
         """Return the later prompts of a batch of videos, with their states [B, text_len, text_dim].
 
         The prompt of a switch is the first video's. ConfigError where videos go on in different ways.
         """
-        schedules = [{s.frame: s for s in read_switches(config.prompt_schedule)} for config in configs]
-        texts, switches = [config.prompt for config in configs], list[PromptSwitch]()
+        schedules = [{s.frame: s for s in cache.read_switches(config.prompt_schedule)} for config in configs]
+        texts, switches = [config.prompt for config in configs], list[cache.PromptSwitch]()
         for frame in sorted({frame for schedule in schedules for frame in schedule}):
             changes = [schedule.get(frame) for schedule in schedules]
             hows = {change.how for change in changes if change is not None}
             if len(hows) > 1:
                 words = " and ".join(sorted(hows))
-                raise ConfigError(f"prompts of a batch go on from frame {frame} by {words}; give one of them")
+                raise errors.ConfigError(
+                    f"prompts of a batch go on from frame {frame} by {words}; give one of them"
+                )
             for item, change in enumerate(changes):
                 if change is not None:
                     texts[item] = str(change.prompt)
@@ -509,7 +511,9 @@ class Session(AnySession):
             if changes[0] is not None:
                 first = changes[0].prompt
             states = torch.cat([self.texts[text][0] for text in texts])
-            switches.append(PromptSwitch(frame=frame, prompt=first, how=hows.pop(), prompt_embeds=states))
+            switches.append(
+                cache.PromptSwitch(frame=frame, prompt=first, how=hows.pop(), prompt_embeds=states)
+            )
         return switches
 
     # --- What its numbers depend on
@@ -519,8 +523,9 @@ class Session(AnySession):
             name = item.name
             asked, loaded = getattr(config, name), getattr(self._loaded, name)
             if loaded != asked:
-                raise ConfigError(
-                    f"{name} is {short_repr(asked)}, and the model was loaded with {short_repr(loaded)}: "
+                raise errors.ConfigError(
+                    f"{name} is {errors.short_repr(asked)}, and the model was loaded with "
+                    f"{errors.short_repr(loaded)}: "
                     "load it again with the other settings"
                 )
 
@@ -530,7 +535,7 @@ class Session(AnySession):
         there = model_files(config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path))
         self.files = self.files or there
         if other := next((each for each in there if each not in self.files), None):
-            raise ConfigError(f"{other['name']} was replaced after it was read: load the model again")
+            raise errors.ConfigError(f"{other['name']} was replaced after it was read: load the model again")
 
     @property
     def weights_sha256(self) -> str:
@@ -599,7 +604,7 @@ class Session(AnySession):
             del settings["reference_prompts"]  # of means that edits take
         return {
             "schema_version": 1,  # an atlas with slots says 2
-            "read_by": READ_BY,
+            "read_by": formats.READ_BY,
             **own_fields,
             "frame_seq_length": sizes.tokens_per_frame(config.height, config.width),
             "num_heads": sizes.num_heads,
@@ -690,7 +695,7 @@ class PromptTexts:
         # On a GPU a model that is loaded makes room meanwhile
         is_beside = session.pipeline is not None and encoding_device(self.config, device).type != "cpu"
         moves = is_beside and device.type != "cpu"
-        with out_of_memory("encoding the prompt"):
+        with memory.out_of_memory("encoding the prompt"):
             if moves:
                 session.pipeline.model.to("cpu")
             session.require_files()
@@ -708,13 +713,17 @@ def prompt_settings(prompts: str | Sequence[str] | None, config: RunConfig) -> d
         return {"prompt": prompts}
     starts = [frames.start for frames in block_ranges(config.block_sizes)]
     if len(prompts) != len(starts):
-        raise ConfigError(f"{len(prompts)} prompts for {len(starts)} blocks; give a prompt for each block")
+        raise errors.ConfigError(
+            f"{len(prompts)} prompts for {len(starts)} blocks; give a prompt for each block"
+        )
     schedule = [{"frame": start, "prompt": text} for start, text in zip(starts, prompts, strict=True)]
     return {"prompt": prompts[0], "prompt_schedule": schedule[1:]}
 
 
 # --- Numbers are checked before they are kept, once a block or step
-def check_numbers(model: WanModel, latents: Tensor, place: str, calls: Sequence[CapturedCall] = ()) -> None:
+def check_numbers(
+    model: WanModel, latents: Tensor, place: str, calls: Sequence[capture.CapturedCall] = ()
+) -> None:
     """Raise RunError for latents that are not finite, naming the weights that are to blame.
 
     And for captured numbers that cannot be right, naming layer, block and pass.
@@ -730,13 +739,13 @@ def check_numbers(model: WanModel, latents: Tensor, place: str, calls: Sequence[
     alike: dict[Any, list[Tensor]] = {}
     for call in calls:
         for name, values in call.values.items():
-            if values.numel() <= SMALL and name != "map_mass":
+            if values.numel() <= capture.SMALL and name != "map_mass":
                 alike.setdefault((name, values.shape, values.dtype), []).append(values)
     right = set()
     for kind, small in alike.items():
         together = torch.stack(small).float()
         is_mass = kind[0].endswith("_mass") or kind[0] == "token_probabilities"
-        adds_up = not is_mass or bool(((together.sum(-1) - 1).abs() <= MASS_TOLERANCE).all())
+        adds_up = not is_mass or bool(((together.sum(-1) - 1).abs() <= formats.MASS_TOLERANCE).all())
         if adds_up and together.isfinite().all():
             right.add(kind)
     # 2. What is large, or not right everywhere, is looked at one by one.
@@ -762,7 +771,7 @@ def check_numbers(model: WanModel, latents: Tensor, place: str, calls: Sequence[
                 # Maps keep mass times the tokens of a frame
                 unit = call.layout.tokens_per_slot if name == "map_mass" and call.layout else 1
                 off = (values.sum(-1, dtype=torch.float32) / unit - 1).abs().max().item()
-                if off > MASS_TOLERANCE:
+                if off > formats.MASS_TOLERANCE:
                     raise RunError(f"{where}rows of {name} sum to 1 ± {off:.2g}, not to 1")
 
 
@@ -804,7 +813,7 @@ def load_pipeline(
 
         group = parallel.joined()
         if group is None or group.size() != config.gpus:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"gpus is {config.gpus}, which the scripts run_extraction*.py know; elsewhere start "
                 f"{config.gpus} processes by torchrun, and let each call wan.wings.parallel.join()"
             )

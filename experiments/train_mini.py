@@ -14,18 +14,18 @@ that is stopped leaves nothing. On a CPU, `--steps 2 --batch 1 --clips 4` rehear
 
 from pathlib import Path
 
-from experiments.running.cli import Parser, count, finite_number, main
+from experiments.running import cli
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__)
+    parser = cli.Parser(description=__doc__)
     flag = parser.add_argument
     stages = ("vae", "base", "causal", "few_step", "lora", "framewise")
     flag("--stage", required=True, choices=stages, help="what to train; each starts from the one before")
-    flag("--steps", type=count, help="of the stage; the recipe's where left out, as the next two")
-    flag("--batch", type=count, help="clips of 81 frames per step")
-    flag("--clips", type=count, help="different clips to train on")
-    flag("--minutes", type=finite_number, help="at most; the data is not counted")
+    flag("--steps", type=cli.count, help="of the stage; the recipe's where left out, as the next two")
+    flag("--batch", type=cli.count, help="clips of 81 frames per step")
+    flag("--clips", type=cli.count, help="different clips to train on")
+    flag("--minutes", type=cli.finite_number, help="at most; the data is not counted")
     flag("--output_dir", type=Path, default=Path("checkpoints/wan-mini"), help="folder of the weights")
     flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     flag("--seed", type=int, default=0, help="of clips and noise")
@@ -42,4 +42,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from experiments.analysis import prompt_words
 from experiments.caches import files
-from wan.capture import CapturedCall, CaptureRequest
-from wan.errors import ConfigError, require_known, short_repr
+from wan import capture, errors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,19 +50,21 @@ class WordsAsked:
     ) -> "WordsAsked":
         """Check what is asked for. ConfigError beside sites or other fields, and for a model without text."""
         if sites:
-            raise ConfigError("words are captured alone: leave the sites out, or open a capture of their own")
+            raise errors.ConfigError(
+                "words are captured alone: leave the sites out, or open a capture of their own"
+            )
         for name in chosen:
-            require_known(name, ("layers", "steps"), "capture of words knows no {}")
+            errors.require_known(name, ("layers", "steps"), "capture of words knows no {}")
         kind = session.text_kind()
         if kind is None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"which keys of {session.config.model} are of text is not known: leave words out"
             )
         return cls(check_words(words), by_head, chosen.get("layers"), chosen.get("steps"), kind)
 
-    def request(self, numbers: prompt_words.Numbers) -> CaptureRequest:
+    def request(self, numbers: prompt_words.Numbers) -> capture.CaptureRequest:
         """Return the request for prompts in which the words have tokens of these numbers."""
-        return CaptureRequest(
+        return capture.CaptureRequest(
             layers=self.layers,
             kinds=(self.kind,),
             steps=self.steps,
@@ -79,9 +80,11 @@ def check_words(words: Any) -> list[str]:
         words = [words]
     is_list = isinstance(words, Sequence) and len(words) > 0
     if not is_list or not all(isinstance(word, str) and word.strip() for word in words):
-        raise ConfigError(f'words= takes words of the prompt, such as ["circle"], not {short_repr(words)}')
+        raise errors.ConfigError(
+            f'words= takes words of the prompt, such as ["circle"], not {errors.short_repr(words)}'
+        )
     if len({word.lower() for word in words}) < len(words):
-        raise ConfigError(f"words= names a word twice: {short_repr(words)}")
+        raise errors.ConfigError(f"words= names a word twice: {errors.short_repr(words)}")
     return list(words)
 
 
@@ -171,7 +174,7 @@ def maps_of_run(
     # 1. The calls that have it.
     name = DIRECTIONS.get(direction)
     if name is None:
-        raise ConfigError(f"direction is {direction!r}; known ones: {', '.join(DIRECTIONS)}")
+        raise errors.ConfigError(f"direction is {direction!r}; known ones: {', '.join(DIRECTIONS)}")
     calls = [call for call in run.records if name in call.values]
     if not calls and any(TO_TEXT in call.values for call in run.records):
         raise files.RunError(
@@ -210,20 +213,20 @@ def maps_of_run(
     return WordMaps(dict(zip(words, maps, strict=True)), run, layers, steps)
 
 
-def _pass_of(call: CapturedCall) -> tuple[int, int]:
+def _pass_of(call: capture.CapturedCall) -> tuple[int, int]:
     """Return step and evaluation of a call; a solver may evaluate a step twice."""
     if call.at is None:
         return 0, 0
     return call.at.step or 0, call.at.evaluation
 
 
-def _frames_of(call: CapturedCall) -> list[int]:
+def _frames_of(call: capture.CapturedCall) -> list[int]:
     if call.at is None:
         return [0]
     return list(call.at.query_frames)
 
 
-def token_grid_of(run: "Run", call: CapturedCall) -> tuple[int, int]:
+def token_grid_of(run: "Run", call: capture.CapturedCall) -> tuple[int, int]:
     """Return rows and columns of a frame's tokens: as many as the call has, in the shape of the latents."""
     name = TO_TEXT if TO_TEXT in call.values else FROM_TEXT
     tokens = call.values[name].shape[2] // len(_frames_of(call))

@@ -129,7 +129,7 @@ def test_what_a_run_needs_is_printed(tmp_path, capsys):
 
 
 def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("experiments.session.free_memory", lambda device: {"host": 10**6})
+    monkeypatch.setattr("experiments.memory.free_memory", lambda device: {"host": 10**6})
     for name in ("session.encode_prompts", "session.load_pipeline"):
         monkeypatch.setattr(f"experiments.{name}", lambda *args: pytest.fail("something was loaded"))
     flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", tmp_path / "a.pt", "--device", "cpu"]

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, short_repr
-from wan.keys import to_host, wait_for_host
+from wan import errors, keys
 from wan.sites import (
     BESIDE_GRAPHS,
     SITES,
@@ -53,7 +52,9 @@ def check_device(to: Any) -> None:
     except (RuntimeError, TypeError):
         kind = "none"
     if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
-        raise ConfigError(f"to {short_repr(to)} is not cpu, cuda or cuda:N here, or None, to stay")
+        raise errors.ConfigError(
+            f"to {errors.short_repr(to)} is not cpu, cuda or cuda:N here, or None, to stay"
+        )
 
 
 @dataclass(eq=False)
@@ -86,10 +87,10 @@ class SiteCapture(Watcher):
         self.sees = frozenset(self.sites)
         # Other types would keep other numbers than those that were there
         if self.dtype is not None and self.dtype not in FLOATS:
-            shown = short_repr(self.dtype)
-            raise ConfigError(f"dtype {shown} is none of floating point, such as float32 or bfloat16")
+            shown = errors.short_repr(self.dtype)
+            raise errors.ConfigError(f"dtype {shown} is none of floating point, such as float32 or bfloat16")
         if self.reduce is not None and not callable(self.reduce):
-            raise ConfigError(f"reduce {short_repr(self.reduce)} is no function of x and where")
+            raise errors.ConfigError(f"reduce {errors.short_repr(self.reduce)} is no function of x and where")
         check_device(self.to)
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
@@ -141,8 +142,10 @@ class SiteCapture(Watcher):
         if self.reduce:
             value = call_hook(self.reduce, value.clone(), where)
             if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
-                shown = short_repr(value)
-                raise ConfigError(f"reduce at {where}: it returned {shown}, not a tensor with its numbers")
+                shown = errors.short_repr(value)
+                raise errors.ConfigError(
+                    f"reduce at {where}: it returned {shown}, not a tensor with its numbers"
+                )
         if self.dtype and value.is_floating_point():  # counts and indices of reduce stay what they are
             value = value.to(self.dtype)
         # 2. Copy to the host while the next layers compute.
@@ -152,7 +155,7 @@ class SiteCapture(Watcher):
         if to.type == value.device.type and to.index in (None, value.device.index):
             return value.clone()  # what stays must not be overwritten by the layers to come
         if to.type == "cpu":
-            return to_host(value.contiguous())
+            return keys.to_host(value.contiguous())
         return value.to(to)
 
     def frame_axis(self, x: Tensor, where: ActivationSite) -> int | None:
@@ -177,7 +180,7 @@ class SiteCapture(Watcher):
         """Wait for copies to the host; pass the last block to on_block."""
         on_host = [item.value for item in self.kept if item.value.device.type == "cpu"]
         if any(value.is_pinned() for value in on_host):
-            wait_for_host()
+            keys.wait_for_host()
         if self.on_block and self.kept:
             self.on_block(self.kept)
             self.kept = []

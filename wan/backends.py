@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, library_reads, require_known
+from wan import errors
 
 VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
 FA4 = "flash-attn-4"
@@ -49,7 +49,7 @@ def has_fa4(device: torch.device) -> bool:
     ConfigError if it was asked for but cannot run, and if the environment names none of CHOICES.
     """
     choice = os.environ.get(VARIABLE) or CHOICES[0]
-    require_known(choice, CHOICES, f"{VARIABLE} is {{}}; unset it")
+    errors.require_known(choice, CHOICES, f"{VARIABLE} is {{}}; unset it")
     if choice == "cudnn" or device.type != "cuda":
         return False
     problem = ""
@@ -60,7 +60,7 @@ def has_fa4(device: torch.device) -> bool:
         if major not in (HOPPER, BLACKWELL):
             problem = f"it needs a GPU of compute capability 9 or 10, and {device} has {major}; unset it"
     if problem and choice == "fa4":
-        raise ConfigError(f"{VARIABLE} is fa4, but {problem}")
+        raise errors.ConfigError(f"{VARIABLE} is fa4, but {problem}")
     return not problem
 
 
@@ -87,7 +87,7 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
 def imported(name: str) -> ModuleType:
     """Import a module of FlashAttention-4 or its dependencies. ConfigError if it is broken."""
     remedy = f"install it again, or set {VARIABLE}=cudnn"
-    with library_reads(f"flash-attn-4 {installed_version(FA4)}", remedy=remedy):
+    with errors.library_reads(f"flash-attn-4 {installed_version(FA4)}", remedy=remedy):
         return import_module(name)
 
 

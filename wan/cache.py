@@ -18,8 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from wan.errors import ConfigError, check_fields, from_values, short_repr
-from wan.files import MAX_TEXT, Count, Frames
+from wan import errors, files
 from wan.kernels import fused_kernels
 from wan.keys import EMPTY, HeadGroup, HeadShard, KeyLayout, Slot, rotate, send
 
@@ -70,7 +69,7 @@ class AnyCache:
         self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
         problem = policy.misfit(self.num_layers, self.shard.total, sizes.tokens_per_frame)
         if problem:
-            raise ConfigError(f"cache_policy {policy.name}: {problem}")
+            raise errors.ConfigError(f"cache_policy {policy.name}: {problem}")
         self.newest = self.coming = range(0)  # frames of the newest block, and of the one that is admitted
         self.query_positions: Sequence[int] = ()
         self.key_positions: Sequence[int] = ()
@@ -142,10 +141,10 @@ class KVCache(AnyCache):
             )
         self._publish(cut)
 
-    def misuse(self, problem: str) -> ConfigError:
+    def misuse(self, problem: str) -> errors.ConfigError:
         """Return the error of a policy that uses the cache wrongly, with the block it was about to admit."""
         frames = f"{self.coming.start} to {self.coming.stop - 1}"
-        return ConfigError(f"cache_policy {self.policy.name}, block of frames {frames}: {problem}")
+        return errors.ConfigError(f"cache_policy {self.policy.name}, block of frames {frames}: {problem}")
 
     def flush(self) -> None:
         """Drop the past except for the policy's sink and the last two frames."""
@@ -247,7 +246,7 @@ class KVCache(AnyCache):
         for slot in slots:
             # A negative one would be of the buffer, not of the slots
             if type(slot) is not int or not 0 <= slot < len(self.slots):
-                raise self.misuse(f"slot {short_repr(slot)} is not in 0..{len(self.slots) - 1}")
+                raise self.misuse(f"slot {errors.short_repr(slot)} is not in 0..{len(self.slots) - 1}")
         moved = [index for index, slot in enumerate(slots) if index != slot]
         kept = [self.slots[slot] for slot in slots]
         if moved:
@@ -344,7 +343,7 @@ class CachePolicy:
     raw_by_frame: ClassVar[bool] = False  # un-rotated keys lie at their frame's number, not at its slot
 
     def __post_init__(self) -> None:
-        check_fields(self, f"cache_policy {self.name}: ")
+        errors.check_fields(self, f"cache_policy {self.name}: ")
         self.check()
 
     @property
@@ -381,9 +380,9 @@ class CachePolicy:
         if not problem:  # of a policy of one's own: a cache would fail without its name
             size = self.capacity(21, max(block_sizes, default=3))
             if not isinstance(size, Capacity) or size.slots < 1:
-                problem = f"capacity() returned {short_repr(size)}, not Capacity(slots), of 1 or more"
+                problem = f"capacity() returned {errors.short_repr(size)}, not Capacity(slots), of 1 or more"
         if problem:
-            raise ConfigError(f"cache_policy {self.name}: {problem}")
+            raise errors.ConfigError(f"cache_policy {self.name}: {problem}")
 
     def conflict(self, block_sizes: Sequence[int] = ()) -> str:
         """Say which fields contradict each other or, where given, the sizes of blocks; "" for none."""
@@ -418,13 +417,13 @@ class CachePolicy:
                 can = ", ".join(f"{how} from frame {n} on" for how, n in possible.items())
                 problem = f"cannot {switch.how} under cache_policy {self.name}; it can {can}"
             if problem:
-                raise ConfigError(f"prompt_schedule: frame {switch.frame} {problem}")
+                raise errors.ConfigError(f"prompt_schedule: frame {switch.frame} {problem}")
 
     def check_recompute(self, context: int, block_size: int) -> None:
         """Raise ConfigError where keys of the last context frames cannot be computed again."""
         least = context + block_size
         if not self.can_recache or (self.num_frames or least) < least:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"cache_policy {self.name} cannot compute {context} frames (recompute_context) again beside "
                 f"a block; take window or relative, with a window of {least}"
             )
@@ -516,8 +515,8 @@ class WindowedPolicy(CachePolicy):
                 cache.drop(len(cache.slots) - count, count)
     """
 
-    window: Count = 21
-    sink: Frames = 0
+    window: files.Count = 21
+    sink: files.Frames = 0
 
     def admit(self, cache: KVCache, block: range) -> None:
         excess = len(cache.slots) + len(block) - self.window
@@ -540,7 +539,7 @@ class Window(WindowedPolicy):
     """
 
     global_sink: bool = False
-    stride: Count = 1
+    stride: files.Count = 1
 
     name = "window"
     keeps_whole_frames = True
@@ -571,19 +570,19 @@ class PromptSwitch:
     """
 
     frame: int
-    prompt: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)] | None = None
+    prompt: Annotated[str, Field(min_length=1, max_length=files.MAX_TEXT)] | None = None
     how: How = "keep"
     prompt_embeds: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "prompt_schedule: ")
+        errors.check_fields(self, "prompt_schedule: ")
 
 
 def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     """Return a switch from its settings: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
-    switch = from_values(PromptSwitch, settings, "prompt_schedule: ")
+    switch = errors.from_values(PromptSwitch, settings, "prompt_schedule: ")
     if switch.prompt is None:
-        raise ConfigError(f"prompt_schedule: frame {switch.frame} has no prompt")
+        raise errors.ConfigError(f"prompt_schedule: frame {switch.frame} has no prompt")
     return switch
 
 

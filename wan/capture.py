@@ -14,24 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan import reductions
+from wan import errors, reductions, sites
 from wan.attention import Call
-from wan.errors import ConfigError, short_repr
 from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send, to_host, wait_for_host
-from wan.sites import (
-    Checked,
-    FrameCheck,
-    Pass,
-    Site,
-    announced_pass,
-    asks_for,
-    check_indices,
-    current_pass,
-    during,
-    observe_process,
-    observed,
-    observer,
-)
+from wan.sites import Pass, Site, current_pass, during
 
 Kind = Literal["self", "cross", "cross_image"]
 
@@ -57,7 +43,7 @@ class CapturedCall(Mapping[str, Any]):
     k_shape: tuple[int, ...]  # [B, Lk, H, D]
     layout: KeyLayout | None = None  # None for cross-attention
     item: int | None = None  # of a batch whose items keep other keys, and have calls of their own
-    check: FrameCheck | None = None  # of somebody's model: how sure it is where its frames lie
+    check: sites.FrameCheck | None = None  # of somebody's model: how sure it is where its frames lie
     beside: tuple[tuple[str, int], ...] = ()  # what condition_mass is of: names of keys, and how many each
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # a call equals itself alone
@@ -74,7 +60,7 @@ class CapturedCall(Mapping[str, Any]):
         return replace(self, values=values, q_shape=q_shape, k_shape=k_shape)
 
     @property
-    def frames(self) -> Checked | None:
+    def frames(self) -> sites.Checked | None:
         """How sure it is where frames lie: "verified", "told" or "unverified"; None for models of ours."""
         if self.check is None:
             return None
@@ -209,7 +195,7 @@ class CaptureRequest:
         object.__setattr__(self, "queries", tuple(MapQuery(*query) for query in self.queries))
         problem = self.conflict()
         if problem:
-            raise ConfigError(problem)
+            raise errors.ConfigError(problem)
 
     def conflict(self) -> str:
         """Say which fields have no meaning, or none together; "" for none."""
@@ -219,7 +205,7 @@ class CaptureRequest:
         kind, granularities = self.granularity, ("token", "key", "frame", "map", "words")
         for name in ("is_logits", "mass", "rope_bands", "query_key_means"):
             if not isinstance(getattr(self, name), bool):
-                return f"{name} {short_repr(getattr(self, name))} should be True or False"
+                return f"{name} {errors.short_repr(getattr(self, name))} should be True or False"
         if kind not in granularities:
             return f"granularity {kind!r} is not one of {', '.join(granularities)}"
         if not {*self.kinds} <= {*get_args(Kind)}:
@@ -238,7 +224,7 @@ class CaptureRequest:
         if not queries or len({*queries}) < len(queries):
             return "granularity 'map' needs queries, each once"
         if self.heads is not None and len({*self.heads}) < len(self.heads):
-            return f"heads {short_repr(self.heads)} should be named once each"
+            return f"heads {errors.short_repr(self.heads)} should be named once each"
         if wrong:
             shown = [*map(tuple, wrong)]
             return f"queries {shown} are not (frame, token), (frame, -1) or (-1, -1)"
@@ -255,18 +241,20 @@ class CaptureRequest:
         if self.granularity == "words" and at.branch == "uncond":
             return False  # its text is another one
         of_map = self.granularity == "map" and site.kind == "self"
-        return asks_for(self, None, at) and not (of_map and not queries_of(self.queries, at.query_frames))
+        return sites.asks_for(self, None, at) and not (
+            of_map and not queries_of(self.queries, at.query_frames)
+        )
 
     def check(self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None) -> None:
         """Raise ConfigError for a layer, block or step that this model and rollout do not have."""
         count = 2 * num_layers
         if self.num_calls not in (None, count):
             remedy = f"this model has {count} attention calls; pass num_layers={count}"
-            raise ConfigError(f"num_layers={self.num_calls}: {remedy}")
-        check_indices("call index", self.call_indices, count)
-        check_indices("layer", self.layers, num_layers)
-        check_indices("block", self.blocks, num_blocks)
-        check_indices("step", self.steps, num_passes)
+            raise errors.ConfigError(f"num_layers={self.num_calls}: {remedy}")
+        sites.check_indices("call index", self.call_indices, count)
+        sites.check_indices("layer", self.layers, num_layers)
+        sites.check_indices("block", self.blocks, num_blocks)
+        sites.check_indices("step", self.steps, num_passes)
 
 
 MASS_OF = {"cross": "cross_mass", "cross_image": "image_mass"}  # of every token, where there are no frames
@@ -298,7 +286,7 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         attended = _attended(curve.shape, on_host, q.device)
         return {"key_curve": curve} | attended | reductions.key_names(call.layout, k)
     # 3. All else is by frame.
-    at = call.at or announced_pass()
+    at = call.at or sites.announced_pass()
     if request.granularity == "map":
         return _map_values(request, call, at, on_host)
     num_query_frames = len(at.query_frames)
@@ -342,15 +330,15 @@ def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     the others those of frames; "frame" adds condition_mass [B, H, Fq, tokens], on each token of no frame.
     """
     if request.rope_bands:
-        raise ConfigError("rope_bands are of calls without a mask and without text among the frames")
+        raise errors.ConfigError("rope_bands are of calls without a mask and without text among the frames")
     if request.query_key_means:
-        raise ConfigError("query_key_means are of calls without a mask and text among the frames")
+        raise errors.ConfigError("query_key_means are of calls without a mask and text among the frames")
     if call.runs is not None:  # frames alone are asked for
         return reductions.values_of_runs(
             call.q,
             call.k,
             call.runs,
-            num_query_frames=len((call.at or announced_pass()).query_frames),
+            num_query_frames=len((call.at or sites.announced_pass()).query_frames),
             num_slots=len(call.layout.slots),
             around=call.around,
             around_q=call.around_q,
@@ -370,7 +358,7 @@ def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if request.granularity == "key":
         sums, pairs, _ = reductions.visible_sums(q, k, 1, mask, bias)
         return {"key_curve": (sums / pairs)[:, :, 0, keys]}
-    at = call.at or announced_pass()
+    at = call.at or sites.announced_pass()
     if request.granularity == "map":
         return _masked_maps(request, call, at, (q, k, mask, bias), keys)
     sums, pairs, mass = reductions.visible_sums(q, k, len(at.query_frames), mask, bias)
@@ -402,7 +390,7 @@ def _masked_maps(
     if call.site.kind != "self":
         return {"word_map": word_map(q, k, request.num_words, bias, mask)}
     queries, S = queries_of(request.queries, at.query_frames), call.layout.tokens_per_slot
-    check_indices("token", [query.token for query in queries if query.token != ALL], S)
+    sites.check_indices("token", [query.token for query in queries if query.token != ALL], S)
     logits, masses = [], []
     for query in queries:
         rows = _rows_of(query, at.query_frames, S, q.shape[1])
@@ -422,7 +410,7 @@ def _word_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     """
     # 1. The keys of text, and those of the video's tokens.
     if call.text is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"layer {call.site.layer}: which keys are of text is not known here; leave words out"
         )
     bias: Tensor | None = None
@@ -463,7 +451,7 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
     shard = call.shard
     heads = _heads_of(request, shard.heads, shard.total)
     if not shard.is_whole and heads != sorted(heads):
-        raise ConfigError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
+        raise errors.ConfigError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
     # Every process keeps its own heads; gathering puts them one behind the other.
     here = shard.local(heads)
     computed = here or [0]  # a process without any of them keeps maps of 0 heads
@@ -487,7 +475,7 @@ def _heads_of(request: CaptureRequest, here: range, count: int) -> list[int]:
     """Return the heads of a request for maps, those here where it names none; ConfigError beyond count."""
     if request.heads is None:
         return list(here)
-    check_indices("head", request.heads, count)
+    sites.check_indices("head", request.heads, count)
     return list(request.heads)
 
 
@@ -525,7 +513,7 @@ def key_maps(
     # 1. Which rows of q the queries of this call are: frame f holds rows f·S to f·S + S - 1.
     queries = queries_of(queries, query_frames)
     S = q.shape[1] // len(query_frames)
-    check_indices("token", [query.token for query in queries if query.token != ALL], S)
+    sites.check_indices("token", [query.token for query in queries if query.token != ALL], S)
     shape = (q.shape[0], q.shape[2], len(queries), k.shape[1])
     logits, mass = (torch.empty(shape, dtype=torch.float16, device=q.device) for _ in range(2))
     # 2. Single tokens: their rows of the softmax are formed.
@@ -603,7 +591,7 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
     models: Container[int] | None = None  # ids of the transformers whose calls it takes; None: of any
 
     def __enter__(self) -> list[CapturedCall]:
-        context = observed(self)
+        context = sites.observed(self)
         context.__enter__()
         self.open.append((context, self.calls))
         self.calls = []
@@ -664,7 +652,9 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
             if not request.wants(calls[0].site, current_pass()):
                 continue
             if request.granularity != "frame" or request.rope_bands:
-                raise ConfigError("where heads keep keys of their own, calls are kept at granularity 'frame'")
+                raise errors.ConfigError(
+                    "where heads keep keys of their own, calls are kept at granularity 'frame'"
+                )
             # Each group has other key frames: columns are those of all, NaN where a head lacks one.
             request = replace(request, query_key_means=False)
             parts = [values_of(request, call) for call in calls]
@@ -729,7 +719,7 @@ class AttentionCapture:
     @property
     def active(self) -> bool:
         """True if a capture is open in this context."""
-        return observer() is not None
+        return sites.observer() is not None
 
     @property
     def current_pass(self) -> Pass | None:
@@ -756,7 +746,7 @@ class AttentionCapture:
         outside.
         """
         self.disable()
-        check_indices("call index", layer_indices, num_layers or 1 << 30)
+        sites.check_indices("call index", layer_indices, num_layers or 1 << 30)
         indices = None
         if layer_indices is not None:
             indices = frozenset(layer_indices)
@@ -764,12 +754,12 @@ class AttentionCapture:
             kinds=("self", "cross"), is_logits=capture_logits, call_indices=indices, num_calls=num_layers
         )
         self._enabled = Capture((request,))
-        observe_process(self._enabled)
+        sites.observe_process(self._enabled)
 
     def disable(self) -> None:
         """Stop, and forget what was captured."""
         self._enabled = Capture(())
-        observe_process(None)
+        sites.observe_process(None)
 
     @property
     def captured_weights(self) -> list[CapturedCall]:

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from wan.blocks import block_sizes, latent_frames, rolling_attention_size, steps_of_blocks
-from wan.errors import ConfigError, as_list, check_fields, from_values, in_context, require_text, short_repr
-from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, Count, Frames, read_yaml
+from wan import blocks, errors, files
+from wan.blocks import block_sizes
 
 CARDS = {  # GPU -> multiprocessors, and threads of each: they decide which value torch.randn draws where
     "A100": (108, 2048),
@@ -31,8 +30,8 @@ PIXELS, WIDE_PIXELS = 8, 16  # of a video along a side of a latent: Wan2.1's VAE
 def plain_text(value: str) -> str:
     """Return a text that a file can hold: without NUL and halves of characters."""
     try:
-        return require_text(value, "should be text: it")
-    except ConfigError as error:
+        return errors.require_text(value, "should be text: it")
+    except errors.ConfigError as error:
         raise ValueError(str(error)) from None
 
 
@@ -61,21 +60,21 @@ def once_each(numbers: list[int]) -> list[int]:
 Text = Annotated[str, AfterValidator(plain_text)]
 Device = Annotated[str, AfterValidator(device_name)]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+Layer = Annotated[int, Field(ge=0, lt=files.MAX_LAYERS)]
 Noise = Literal["seeded", "released", "A100", "H100", "L40", "RTX 4090"]  # released, or as one of CARDS
 Place = Annotated[Text, AfterValidator(place_name), Field(max_length=4096)]  # of a file or folder
-Prompt = Annotated[Text, Field(max_length=MAX_TEXT)]
+Prompt = Annotated[Text, Field(max_length=files.MAX_TEXT)]
 Scale = Annotated[float, Field(ge=TINY, le=MAX_SCALE)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Side = Annotated[int, Field(ge=1, le=1024)]
-Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]  # of a layer
+Size = Annotated[int, Field(ge=1, le=files.MAX_SIZE)]  # of a layer
 Rank = Size  # of a LoRA
-Alpha = Annotated[float, Field(ge=TINY, le=MAX_SIZE)]  # of a LoRA
-Steps = Annotated[list[int], BeforeValidator(as_list)]  # timesteps
+Alpha = Annotated[float, Field(ge=TINY, le=files.MAX_SIZE)]  # of a LoRA
+Steps = Annotated[list[int], BeforeValidator(errors.as_list)]  # timesteps
 Layers = Annotated[
     list[Layer],
-    BeforeValidator(as_list),
-    Field(min_length=1, max_length=MAX_LAYERS),
+    BeforeValidator(errors.as_list),
+    Field(min_length=1, max_length=files.MAX_LAYERS),
     AfterValidator(once_each),
 ]
 
@@ -99,7 +98,7 @@ class ModelConfig:
     dim: Size
     ffn_dim: Size
     num_heads: Size
-    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+    num_layers: Annotated[int, Field(ge=1, le=files.MAX_LAYERS)]
     freq_dim: Size = 256
     text_dim: Size = 4096
     text_len: Size = 512
@@ -110,9 +109,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch_size", tuple(self.patch_size))  # JSON has a list
-        check_fields(self)
+        errors.check_fields(self)
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
-            raise ConfigError(f"dim {self.dim} does not split into {self.num_heads} heads of even size")
+            raise errors.ConfigError(
+                f"dim {self.dim} does not split into {self.num_heads} heads of even size"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -150,12 +151,12 @@ class BaseSampling:
     guidance_scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 6.0
     num_steps: Annotated[int, Field(ge=1, le=10_000)] = 50
     negative_prompt: Prompt = WAN_NEGATIVE_PROMPT
-    num_video_frames: Annotated[int, Field(ge=1, le=4 * MAX_FRAMES - 3)] = 21  # 4n + 1
+    num_video_frames: Annotated[int, Field(ge=1, le=4 * files.MAX_FRAMES - 3)] = 21  # 4n + 1
     layer_index: Layer = 20  # the last one where the model has fewer
 
     def __post_init__(self) -> None:
-        check_fields(self, "base: ")
-        latent_frames(self.num_video_frames)
+        errors.check_fields(self, "base: ")
+        blocks.latent_frames(self.num_video_frames)
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class LoRAFile:
     alpha: Alpha | None = None  # where the file has none
 
     def __post_init__(self) -> None:
-        check_fields(self, "lora: ")
+        errors.check_fields(self, "lora: ")
 
     def __str__(self) -> str:
         """Return its name, with the strength where it is not 1: a.safetensors:0.8, as --lora takes it."""
@@ -192,7 +193,7 @@ def made_of_mapping(kind: type, where: str) -> Callable[[Any], Any]:
     """Return a function that makes a dataclass of a mapping; what is made already stays."""
 
     def made(value: Any) -> Any:
-        return value if isinstance(value, kind) else from_values(kind, value, where)
+        return value if isinstance(value, kind) else errors.from_values(kind, value, where)
 
     return made
 
@@ -225,11 +226,11 @@ class ModelSettings:
     )
 
     # --- What a block sees
-    num_frame_per_block: Count = setting(3)
+    num_frame_per_block: files.Count = setting(3)
     independent_first_frame: bool = setting(False, flag="the first block is one frame")
     # frames; -1: attend to the whole past
-    local_attn_size: Annotated[int, Field(ge=-1, le=MAX_FRAMES)] = setting(-1)
-    sink_size: Frames = setting(0)
+    local_attn_size: Annotated[int, Field(ge=-1, le=files.MAX_FRAMES)] = setting(-1)
+    sink_size: files.Frames = setting(0)
     cache_policy: dict[str, Any] | None = setting(None)  # name and fields (wan/policies/)
 
     # --- Its steps, from t = 1000 down
@@ -238,7 +239,7 @@ class ModelSettings:
     warp_denoising_step: bool = setting(True)
     timestep_shift: Scale = setting(5.0)
     context_noise: Annotated[int, Field(ge=0, le=NUM_TRAIN_TIMESTEPS)] = setting(0)  # of the clean pass
-    recompute_context: Frames = setting(0)  # whose keys are computed again before each block (Krea)
+    recompute_context: files.Frames = setting(0)  # whose keys are computed again before each block (Krea)
     # blocks, or a window of blocks at rising noise levels
     sampler: Literal["blocks", "rolling_forcing"] = setting("blocks")
     # from a noise level to the next: new noise, or UniPC without any
@@ -277,7 +278,7 @@ class RolloutSettings:
     prompt: Prompt = setting(
         "A majestic eagle soaring through a cloudy sky, cinematic lighting", flag="text to generate from"
     )
-    num_frames: Count = setting(21, flag="latent frames; 21 are 81 video frames")
+    num_frames: files.Count = setting(21, flag="latent frames; 21 are 81 video frames")
     height: Side = setting(60)  # of a latent frame
     width: Side = setting(104)
     seed: Seed = setting(42, flag="of all noise")
@@ -297,7 +298,7 @@ class RolloutSettings:
     layer_index: Layer = setting(
         3, flag="layer, counted from 0; the cache goes to cache/layerN.pt", changes_numbers=False
     )
-    step: Frames = setting(
+    step: files.Frames = setting(
         0, flag="which pass: 0 is t = 1000, the last is the clean pass", changes_numbers=False
     )
     interventions: list[Any] = setting([], changes_numbers=False)  # docs/interventions.md
@@ -323,36 +324,40 @@ class RunConfig(ModelSettings, RolloutSettings):
     """All settings of a run. A YAML file fills it, flags override it, an unknown key is an error."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        errors.check_fields(self)
         for name in ("denoising_step_list", "first_block_steps"):
             steps = getattr(self, name)
             falls = steps is None or all(a > b for a, b in pairwise([NUM_TRAIN_TIMESTEPS + 1, *steps, -1]))
             if not falls or steps == []:
                 remedy = f"does not go down within {NUM_TRAIN_TIMESTEPS}..1, or to a last 0"
-                raise ConfigError(f"{name} {short_repr(steps)} {remedy}; try [1000, 750, 500, 250]")
+                raise errors.ConfigError(
+                    f"{name} {errors.short_repr(steps)} {remedy}; try [1000, 750, 500, 250]"
+                )
         # Captures name passes by their index; the clean pass comes last.
         if self.step >= self.num_passes:
             last = self.num_passes - 1
-            raise ConfigError(f"step {self.step} is not in 0..{last}; {last} is the clean pass")
+            raise errors.ConfigError(f"step {self.step} is not in 0..{last}; {last} is the clean pass")
         if self.solver == "unipc" and 0 in {*self.denoising_step_list, *(self.first_block_steps or ())}:
-            raise ConfigError("solver unipc ends at 0 by itself; leave the step 0 out")
+            raise errors.ConfigError("solver unipc ends at 0 by itself; leave the step 0 out")
         self.block_sizes  # noqa: B018 - refuses frames that are no whole blocks
         if self.sampler == "rolling_forcing":
             steps, size = len(self.denoising_step_list), self.num_frame_per_block
-            rolling_attention_size(self.local_attn_size, steps, size)
+            blocks.rolling_attention_size(self.local_attn_size, steps, size)
             for name in NOT_OF_ROLLING_FORCING:
                 if getattr(self, name):
-                    raise ConfigError(f"sampler rolling_forcing knows no {name}; leave it out")
+                    raise errors.ConfigError(f"sampler rolling_forcing knows no {name}; leave it out")
             if self.gpus > 1:
-                raise ConfigError("sampler rolling_forcing knows no gpus above 1; leave it out")
+                raise errors.ConfigError("sampler rolling_forcing knows no gpus above 1; leave it out")
             if self.solver != "fresh_noise":
-                raise ConfigError(f"sampler rolling_forcing knows no solver {self.solver}; leave it out")
+                raise errors.ConfigError(
+                    f"sampler rolling_forcing knows no solver {self.solver}; leave it out"
+                )
         # A window has two spellings, of which only one may be used.
         has_window = self.local_attn_size != -1 or self.sink_size > 0
         if self.cache_policy is not None and has_window:
             said = f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}"
             remedy = "leave them out where cache_policy is given"
-            raise ConfigError(f"local_attn_size and sink_size mean cache_policy {said}; {remedy}")
+            raise errors.ConfigError(f"local_attn_size and sink_size mean cache_policy {said}; {remedy}")
 
     @property
     def loras(self) -> list[LoRAFile]:
@@ -371,13 +376,13 @@ class RunConfig(ModelSettings, RolloutSettings):
 
     def passes_of_block(self, block: int) -> list[int]:
         """Return the passes of a block as captures number them (wan/pipeline.py); the last one is clean."""
-        _, first, later = steps_of_blocks(self.denoising_step_list, self.first_block_steps)
+        _, first, later = blocks.steps_of_blocks(self.denoising_step_list, self.first_block_steps)
         return [*(later if block else first), self.num_passes - 1]
 
 
 def as_one_block(config: RunConfig) -> RunConfig:
     """Return the settings of a bidirectional run: base weights, base.num_video_frames as one block."""
-    frames = latent_frames(config.base.num_video_frames)
+    frames = blocks.latent_frames(config.base.num_video_frames)
     one: dict[str, Any] = {"num_frames": frames, "num_frame_per_block": frames, "local_attn_size": -1}
     one |= {"sink_size": 0, "independent_first_frame": False}
     one |= dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha", "lora", "cache_policy"))
@@ -398,7 +403,9 @@ def latent_sides(size: Any, pixels: int = PIXELS, patch: tuple[int, int] = (2, 2
     """
     sides = [int(side) for side in str(size).split("x") if side.isdecimal() and len(side) < 6]
     if len(sides) != 2 or str(size).count("x") != 1:
-        raise ConfigError(f"size {short_repr(size)} is not a height and a width in pixels, such as 480x832")
+        raise errors.ConfigError(
+            f"size {errors.short_repr(size)} is not a height and a width in pixels, such as 480x832"
+        )
     steps = [pixels * side for side in patch]
     nearest = [
         {max(step, side // step * step), -(-side // step) * step or step}
@@ -408,7 +415,9 @@ def latent_sides(size: Any, pixels: int = PIXELS, patch: tuple[int, int] = (2, 2
         legal = " or ".join(
             f"{height}x{width}" for height in sorted(nearest[0]) for width in sorted(nearest[1])
         )
-        raise ConfigError(f"{size} pixels are not in whole patches of {steps[0]} x {steps[1]}: take {legal}")
+        raise errors.ConfigError(
+            f"{size} pixels are not in whole patches of {steps[0]} x {steps[1]}: take {legal}"
+        )
     return {"height": sides[0] // pixels, "width": sides[1] // pixels}
 
 
@@ -419,12 +428,12 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     Raise ConfigError for a file that is not there, an unknown key, or a value that no run can have.
     """
     # 1. Flags win over the file; a policy and later prompts are replaced as a whole.
-    settings = read_yaml(path)
+    settings = files.read_yaml(path)
     overrides = {k: v for k, v in (overrides or {}).items() if v is not None}
     pixels = (settings | overrides).get("pixels_per_latent")
     if pixels != WIDE_PIXELS:  # other values are refused below
         pixels = PIXELS
-    with in_context(path):
+    with errors.in_context(path):
         for given in (settings, overrides):  # size is of the video, height and width of its latents
             if "size" in given:
                 given |= latent_sides(given.pop("size"), pixels)
@@ -436,5 +445,5 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
         settings["num_frames"] = fits = 1 + (asked - 1) // n * n
         if fits != asked:
             warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
-    with in_context(path):
-        return from_values(RunConfig, settings)
+    with errors.in_context(path):
+        return errors.from_values(RunConfig, settings)

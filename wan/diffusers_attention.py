@@ -20,13 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan.attention import Call, attend_by_groups, attention_with_lse, site_name
-from wan.diffusers_frames import Family, Norms, VideoTokens, compare_norms, norms_of
+from wan import attention, diffusers_frames, keys, masks, sites
 from wan.errors import ConfigError
 from wan.kernels import mass_kernels
-from wan.keys import KeyLayout, send
-from wan.masks import Runs, runs_of_mask
-from wan.sites import FrameCheck, Pass, Site, during, hook_point, observer, watchers
 
 
 # --- Who calls, and in which forward: of the context (contextvars), so that threads do not meet
@@ -34,11 +30,11 @@ from wan.sites import FrameCheck, Pass, Site, during, hook_point, observer, watc
 class Forward:
     """A forward of a transformer: its passes with their items of the batch, and the place of the frames."""
 
-    parts: tuple[tuple[Pass, slice], ...]
-    video: VideoTokens
-    layout: KeyLayout
-    family: Family
-    check: FrameCheck
+    parts: tuple[tuple[sites.Pass, slice], ...]
+    video: diffusers_frames.VideoTokens
+    layout: keys.KeyLayout
+    family: diffusers_frames.Family
+    check: sites.FrameCheck
     text: list[int] = field(default_factory=list)  # by item: tokens behind the frames before the prompt's
     compared: list["Comparison"] = field(default_factory=list)  # not yet read
 
@@ -46,7 +42,7 @@ class Forward:
 class Comparison(NamedTuple):
     """Whether the queries of a call are [in order, in order or changed otherwise], bool on their device."""
 
-    site: Site
+    site: sites.Site
     module: nn.Module
     answer: Tensor
     is_proof: bool  # False: that they are in order says nothing of what comes after
@@ -56,12 +52,12 @@ class Comparison(NamedTuple):
 class Caller:
     """The running attention module, and whether its next call is for image tokens."""
 
-    site: Site | None  # None for blocks that run before the layers
+    site: sites.Site | None  # None for blocks that run before the layers
     module: nn.Module
     num_heads: int = 1
     has_image_keys: bool = False
     has_called: bool = False
-    norms: Norms | None = None  # of the queries that its norm returned
+    norms: diffusers_frames.Norms | None = None  # of the queries that its norm returned
     given: object = None  # hidden states [B, L, C]
 
 
@@ -79,7 +75,9 @@ IS_EXPERIMENT: ContextVar[bool] = ContextVar("diffusers_experiment", default=Fal
 
 
 @contextmanager
-def calling(site: Site | None, module: nn.Module, num_heads: int, given: Any = None) -> Iterator[Caller]:
+def calling(
+    site: sites.Site | None, module: nn.Module, num_heads: int, given: Any = None
+) -> Iterator[Caller]:
     """Say that an attention module, given hidden states, calls while the context lasts."""
     before, caller = CALLER.get(), Caller(site, module, num_heads, given=given)
     CALLER.set(caller)
@@ -91,7 +89,7 @@ def calling(site: Site | None, module: nn.Module, num_heads: int, given: Any = N
 
 def is_looked_at() -> bool:
     """Return whether a forward runs that somebody captures or edits."""
-    return FORWARD.get() is not None and bool(watchers() or observer() is not None)
+    return FORWARD.get() is not None and bool(sites.watchers() or sites.observer() is not None)
 
 
 def expect_image_call() -> None:
@@ -110,7 +108,7 @@ def note_norms(normed: Any) -> None:
         normed = normed.unflatten(-1, (caller.num_heads, -1))
     elif normed.shape[1] == caller.num_heads != normed.shape[2]:
         normed = normed.transpose(1, 2)
-    caller.norms = norms_of(normed.detach())
+    caller.norms = diffusers_frames.norms_of(normed.detach())
 
 
 SAMPLED = 8  # channels that are compared
@@ -142,7 +140,7 @@ def note_projected(x: Any) -> None:
 def show_output(name: str, layer: int, out: Any) -> Any:
     """Show what a module returns for the video's tokens, its output or the first of several -> the output."""
     forward = FORWARD.get()
-    if forward is None or not watchers():
+    if forward is None or not sites.watchers():
         return out
     x = out
     if isinstance(out, tuple):
@@ -153,7 +151,7 @@ def show_output(name: str, layer: int, out: Any) -> Any:
     return new
 
 
-def _around(video: VideoTokens, length: int) -> tuple[int, int]:
+def _around(video: diffusers_frames.VideoTokens, length: int) -> tuple[int, int]:
     """Return the numbers of tokens before and after those of a forward's frames."""
     before = video.before
     if length < before + video.total:
@@ -168,8 +166,8 @@ def show(forward: Forward, name: str, layer: int, x: Tensor, around: tuple[int, 
     for at, items in forward.parts:
         piece = x[items]
         seen = piece[:, start:stop]
-        with during(at):
-            new = hook_point(name, layer, seen)
+        with sites.during(at):
+            new = sites.hook_point(name, layer, seen)
         if new is not seen:
             is_changed = True
             piece = torch.cat([piece[:, :start], new, piece[:, stop:]], 1)
@@ -220,8 +218,8 @@ def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str
     # 1. Which call this is, which of its tokens are of no frame, and whether queries are in order.
     site, is_self = caller.site, caller.site.kind == "self"
     if caller.has_image_keys:
-        site, caller.has_image_keys = Site(site.layer, "cross_image"), False
-    is_edited = bool(watchers()) and site.kind != "cross_image"
+        site, caller.has_image_keys = sites.Site(site.layer, "cross_image"), False
+    is_edited = bool(sites.watchers()) and site.kind != "cross_image"
     video, len_q, len_k = forward.video, q.shape[1], k.shape[1]
     around_q, around = tokens_around(forward, is_self, len_q, len_k)
     if min(*around, *around_q) < 0 or (video.past is None and is_self and len_q != len_k):
@@ -235,7 +233,7 @@ def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str
     compare_queries(forward, caller, site, q, around_q)
     # 2. Edits change q, k, v, and add a bias to the logits of keys.
     calls = [
-        Call(
+        attention.Call(
             site=site,
             at=at,
             q=q[items],
@@ -252,9 +250,9 @@ def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str
     ]
     is_changed = False
     if is_edited:
-        q = show(forward, site_name(site, "q"), site.layer, q, around_q)
-        k = show(forward, site_name(site, "k"), site.layer, k, around)
-        v = show(forward, site_name(site, "v"), site.layer, v, around)
+        q = show(forward, attention.site_name(site, "q"), site.layer, q, around_q)
+        k = show(forward, attention.site_name(site, "k"), site.layer, k, around)
+        v = show(forward, attention.site_name(site, "v"), site.layer, v, around)
         if is_self:
             q = show(forward, "q_rot", site.layer, q, around_q)
             k = show(forward, "k_rot", site.layer, k, around)
@@ -263,7 +261,7 @@ def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str
         if is_changed:
             q, k, v = (torch.cat([getattr(call, name) for call in calls]) for name in "qkv")
     # 3. The softmax: diffusers' own, unless a bias was added.
-    by, mask, runs = observer(), None, None
+    by, mask, runs = sites.observer(), None, None
     is_biased = any(call.bias is not None for call in calls)
     is_kept = by is not None and any(_is_wanted(by, call) for call in calls)
     if is_kept and not is_biased and is_self:
@@ -290,16 +288,21 @@ def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str
             call.v = v[items]
             if lse is not None:
                 call.lse = lse[items]
-            with during(at):
+            with sites.during(at):
                 by.observe(call)
     if not is_edited:
         return out
-    return show(forward, site_name(site, "z"), site.layer, out, around_q)
+    return show(forward, attention.site_name(site, "z"), site.layer, out, around_q)
 
 
 def _runs_of(
-    by: Any, calls: Sequence[Call], arguments: Mapping[str, Any], q: Tensor, k: Tensor, has_others: bool
-) -> tuple[Runs, ...] | None:
+    by: Any,
+    calls: Sequence[attention.Call],
+    arguments: Mapping[str, Any],
+    q: Tensor,
+    k: Tensor,
+    has_others: bool,
+) -> tuple[masks.Runs, ...] | None:
     """Return which keys queries see where that is a few intervals, and kernels can use it; else None."""
     mask = arguments["attn_mask"]
     has_usual_scale = arguments["scale"] in (None, q.shape[-1] ** -0.5)
@@ -309,12 +312,12 @@ def _runs_of(
         return None
     if isinstance(mask, Tensor):
         require_mask(mask)
-    return runs_of_mask(mask, len(q), q.shape[1], k.shape[1])
+    return masks.runs_of_mask(mask, len(q), q.shape[1], k.shape[1])
 
 
-def _asks_frames_alone(by: Any, call: Call) -> bool:
+def _asks_frames_alone(by: Any, call: attention.Call) -> bool:
     assert call.at is not None
-    with during(call.at):
+    with sites.during(call.at):
         return by.wants_frames_alone(call.site)
 
 
@@ -334,7 +337,9 @@ def _beside(forward: Forward, around: tuple[int, int]) -> tuple[tuple[str, int],
     return tuple(named)
 
 
-def compare_queries(forward: Forward, caller: Caller, site: Site, q: Tensor, around: tuple[int, int]) -> None:
+def compare_queries(
+    forward: Forward, caller: Caller, site: sites.Site, q: Tensor, around: tuple[int, int]
+) -> None:
     """Compare the norms of the video's queries in q [B, Lq, H, D] with those that the module's norm returned.
 
     around are the numbers of others before and behind them: those of a history may have a RoPE that shortens
@@ -344,10 +349,10 @@ def compare_queries(forward: Forward, caller: Caller, site: Site, q: Tensor, aro
         return
     rows = slice(around[0], q.shape[1] - around[1])
     normed = tuple(norm[:, rows] for norm in caller.norms)  # text or padding may have been put behind them
-    sent = norms_of(q[:, rows].detach())
+    sent = diffusers_frames.norms_of(q[:, rows].detach())
     if normed[0].shape != sent[0].shape:
         raise _permuted(site, caller.module)
-    answer = compare_norms(normed, sent, q.dtype)
+    answer = diffusers_frames.compare_norms(normed, sent, q.dtype)
     forward.compared.append(Comparison(site, caller.module, answer, is_proof=True))
     if not q.is_cuda:
         read_comparisons(forward)
@@ -368,26 +373,26 @@ def read_comparisons(forward: Forward) -> None:
             in_order[site] = is_in_order and in_order.get(site, True)
 
 
-def _permuted(site: Site, module: nn.Module) -> ConfigError:
+def _permuted(site: sites.Site, module: nn.Module) -> ConfigError:
     return ConfigError(
         f"layer {site.layer}: {type(module.processor).__name__} permutes the tokens before it calls "
         "attention, so frames cannot be told: take the model's own processor"
     )
 
 
-def _is_wanted(by: Any, call: Call) -> bool:
+def _is_wanted(by: Any, call: attention.Call) -> bool:
     assert call.at is not None
-    with during(call.at):
+    with sites.during(call.at):
         return by.wants(call.site)
 
 
-def _edit(call: Call, at: Pass, parts: Sequence[Tensor]) -> bool:
+def _edit(call: attention.Call, at: sites.Pass, parts: Sequence[Tensor]) -> bool:
     """Show watchers a call, of the tokens of frames, and put their q, k, v into it -> whether any changed."""
     beside = (call.around_q, call.around, call.around)
     seen = [x[:, before : x.shape[1] - behind] for x, (before, behind) in zip(parts, beside, strict=True)]
     call.q, call.k, call.v = seen
-    with during(at):
-        hook_point(call.site.kind, call.site.layer, call)
+    with sites.during(at):
+        sites.hook_point(call.site.kind, call.site.layer, call)
     edited, is_changed = (call.q, call.k, call.v), False
     for name, whole, old, new, (before, behind) in zip("qkv", parts, seen, edited, beside, strict=True):
         if new is not old:
@@ -397,7 +402,7 @@ def _edit(call: Call, at: Pass, parts: Sequence[Tensor]) -> bool:
     return is_changed
 
 
-def _attend_biased(call: Call, arguments: Mapping[str, Any], mask: Tensor | None) -> Tensor:
+def _attend_biased(call: attention.Call, arguments: Mapping[str, Any], mask: Tensor | None) -> Tensor:
     """Compute the output [B, Lq, H, D] of a call under a bias of its keys."""
     assert call.bias is not None
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
@@ -405,9 +410,9 @@ def _attend_biased(call: Call, arguments: Mapping[str, Any], mask: Tensor | None
     has_usual_scale = arguments["scale"] in (None, q.shape[-1] ** -0.5)
     if mask is None and not any(call.around) and has_usual_scale:
         # As our own models do: exact, and without a mask kernel
-        out, call.lse = attend_by_groups(q, k, v, call.bias, call)
+        out, call.lse = attention.attend_by_groups(q, k, v, call.bias, call)
         return out.transpose(1, 2)
-    bias = send(F.pad(call.bias.per_token(), call.around), q.device)[:, None].to(q.dtype)  # [H, 1, Lk]
+    bias = keys.send(F.pad(call.bias.per_token(), call.around), q.device)[:, None].to(q.dtype)  # [H, 1, Lk]
     if mask is not None and mask.dtype == torch.bool:
         bias = bias.masked_fill(~mask, -torch.inf)
     elif mask is not None:
@@ -479,11 +484,13 @@ def _attend_as_they_do(
     if not needs_lse or not q.is_cuda or q.shape[2] != k.shape[2] or not has_usual_scale:
         return original(**arguments), None  # on the CPU values do not need it
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return original(**arguments), attention_with_lse(*(x.detach().transpose(1, 2) for x in (q, k, v)))[1]
+        return original(**arguments), attention.attention_with_lse(
+            *(x.detach().transpose(1, 2) for x in (q, k, v))
+        )[1]
     kernel = kernel_of(arguments)
     key = (kernel, q.shape, k.shape, q.dtype, q.stride(), k.stride(), v.stride())
     if kernel is None or _proven.get(key) is False:
-        return original(**arguments), attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[1]
+        return original(**arguments), attention.attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[1]
     out, lse = _run(kernel, q, k, v)
     if key not in _proven:
         theirs = original(**arguments)

@@ -24,20 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wan import capture, diffusers_frames, diffusers_passes, errors
 from wan import diffusers_attention as attention
 from wan import diffusers_latents as latents
-from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
-from wan.diffusers_frames import (
-    FAMILIES,
-    SAY_WHERE,
-    Family,
-    VideoTokens,
-    family_of,
-    place_by_experiment,
-    told_layout,
-)
-from wan.diffusers_passes import TRANSFORMERS, Evaluations, Told, forget, passes_of, telling, told_of
-from wan.errors import ConfigError, require_known
 from wan.interventions import reusable
 from wan.keys import KeyLayout
 from wan.sites import (
@@ -84,13 +73,15 @@ def transformers_of(x: Any) -> dict[str | None, Any]:
     """Return a pipeline's transformers by name, or a transformer under None."""
     if isinstance(x, nn.Module):
         return {None: x}
-    modules = {name: getattr(x, name, None) for name in TRANSFORMERS}
+    modules = {name: getattr(x, name, None) for name in diffusers_passes.TRANSFORMERS}
     transformers: dict[str | None, Any] = {}
     for name, module in modules.items():
         if isinstance(module, nn.Module):
             transformers[name] = module
     if not transformers:
-        raise ConfigError(f"{type(x).__name__} is no pipeline of diffusers with a transformer, and no model")
+        raise errors.ConfigError(
+            f"{type(x).__name__} is no pipeline of diffusers with a transformer, and no model"
+        )
     return transformers
 
 
@@ -101,12 +92,12 @@ class Watched:
     transformer: Any
     name: str | None
     pipeline: Any  # None where the transformer alone was given
-    family: Family
+    family: diffusers_frames.Family
     layers: list[nn.Module]
     undo: ExitStack
     layout: Any = None
     count: int = 1
-    evaluations: Evaluations = field(default_factory=Evaluations)
+    evaluations: diffusers_passes.Evaluations = field(default_factory=diffusers_passes.Evaluations)
     resting: list[nn.Module] = field(default_factory=list)  # attention that refines text before the layers
     places: dict[Any, Checked] = field(default_factory=dict)  # what the experiment found, by shapes
 
@@ -140,7 +131,9 @@ def _watched(transformer: Any, name: str | None, x: Any, layout: Any) -> Iterato
             _open[key] = _install(transformer, name, pipeline, layout)
         else:
             if layout not in (None, watched.layout):
-                raise ConfigError("this model is watched already with another layout: give the outermost one")
+                raise errors.ConfigError(
+                    "this model is watched already with another layout: give the outermost one"
+                )
             if watched.pipeline is None:  # a pipeline tells more than its transformer alone
                 watched.pipeline, watched.name = pipeline, name
             watched.count += 1
@@ -151,26 +144,30 @@ def _watched(transformer: Any, name: str | None, x: Any, layout: Any) -> Iterato
             _open[key].count -= 1
             if _open[key].count == 0:
                 _open.pop(key).undo.close()
-                forget(key)
+                diffusers_passes.forget(key)
 
 
 def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> Watched:
     """Wrap the calls of a transformer's modules; replace dispatch_attention_fn where they look it up."""
     # 1. Its family: where layers, their parts and the tokens of frames are.
-    title, family = type(transformer).__name__, family_of(transformer)
+    title, family = type(transformer).__name__, diffusers_frames.family_of(transformer)
     if layout is not None:
-        locate = told_layout(layout, family)
+        locate = diffusers_frames.told_layout(layout, family)
         if family is None:
-            family = Family(locate, layers=())
+            family = diffusers_frames.Family(locate, layers=())
         family = replace(family, locate=locate, is_told=True)
     # Of torch.compile(model), and of model.compile()
     is_compiled = hasattr(transformer, "_orig_mod") or any(
         getattr(part, "_compiled_call_impl", None) for part in transformer.modules()
     )
     if is_compiled:
-        raise ConfigError(f"{title} is compiled, which hides its layers: watch it before torch.compile")
+        raise errors.ConfigError(
+            f"{title} is compiled, which hides its layers: watch it before torch.compile"
+        )
     if family is None:
-        raise ConfigError(f"{title} is not one of {', '.join(FAMILIES)}; {SAY_WHERE}")
+        raise errors.ConfigError(
+            f"{title} is not one of {', '.join(diffusers_frames.FAMILIES)}; {diffusers_frames.SAY_WHERE}"
+        )
     layers = [layer for part in family.layers for layer in getattr(transformer, part)]
     if layers:
         callers = _attention_of(family, layers)
@@ -211,7 +208,7 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
         wrap(transformer, partial(_call_transformer, watched), stack)
         if hasattr(transformer, "cache_context"):
             original = transformer.cache_context
-            transformer.cache_context = Wrapped(original, partial(telling, id(transformer)))
+            transformer.cache_context = Wrapped(original, partial(diffusers_passes.telling, id(transformer)))
             stack.callback(delattr, transformer, "cache_context")
         watched.undo = stack.pop_all()
     return watched
@@ -227,7 +224,9 @@ class Wrapped:
         return self.call(self.original, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigError("a copy would keep what captures and edits put in: copy outside of their contexts")
+        raise errors.ConfigError(
+            "a copy would keep what captures and edits put in: copy outside of their contexts"
+        )
 
 
 def wrap(module: nn.Module, call: Callable[..., Any], stack: ExitStack) -> None:
@@ -245,7 +244,7 @@ def wrap(module: nn.Module, call: Callable[..., Any], stack: ExitStack) -> None:
 Callers = list[tuple[Site | None, nn.Module]]  # attention modules; None: of blocks before the layers
 
 
-def _attention_of(family: Family, layers: Sequence[nn.Module]) -> Callers:
+def _attention_of(family: diffusers_frames.Family, layers: Sequence[nn.Module]) -> Callers:
     names = {"self": family.attn, "cross": family.cross}
     return [
         (Site(number, kind), getattr(layer, name))  # type: ignore[arg-type]
@@ -267,7 +266,7 @@ def _attention_by_names(transformer: nn.Module) -> Callers:
         if block and hasattr(module, "processor"):
             numbers.setdefault(block[0], []).append(module)
     if not numbers:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{type(transformer).__name__} has no attention with a processor in lists of blocks"
         )
     callers: Callers = []
@@ -287,7 +286,7 @@ def _replace_dispatch(site: Site, module: nn.Module, stack: ExitStack) -> None:
     processor = module.processor
     names = _names_of(processor)
     if "dispatch_attention_fn" not in names:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"layer {site.layer}: {type(processor).__name__} does not call diffusers' dispatch_attention_fn, "
             "so it cannot be seen; take the model's own processor of diffusers 0.42 or later"
         )
@@ -338,7 +337,7 @@ def _call_attention(
 ) -> Any:
     is_seen = attention.is_looked_at() or attention.IS_EXPERIMENT.get()
     if site is not None and is_seen and id(_names_of(module.processor)) not in _replaced:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"layer {site.layer}: its processor is {type(module.processor).__name__}, which was set while "
             "captures and edits watch: set it before them"
         )
@@ -352,7 +351,7 @@ def _call_attention(
     # Where forward is not the class's own, a cache of diffusers may take its place.
     is_explained = "forward" in vars(module) or getattr(module, "perturbed_attn", False)
     if is_seen and not caller.has_called and not is_explained:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"layer {site.layer}: {type(module.processor).__name__} did not call diffusers' "
             "dispatch_attention_fn, so it cannot be seen; take the model's own processor"
         )
@@ -386,13 +385,13 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
     """Run a forward inside its announced pass, with both checks of where frames lie."""
     # 1. Its pass, and its frames. What the user announced comes first.
     arguments = arguments_of(watched.transformer, args, kwargs)
-    told = told_of(watched.transformer, watched.pipeline, watched.name)
+    told = diffusers_passes.told_of(watched.transformer, watched.pipeline, watched.name)
     video = watched.family.locate(watched.transformer.config, arguments, told.variables)
     if told.place is not None:
         video = video._replace(start=video.start + told.place.start)
     at = current_pass()
     if at is None:
-        parts = watched.evaluations.number(passes_of(told, arguments, video), told.pipeline)
+        parts = watched.evaluations.number(diffusers_passes.passes_of(told, arguments, video), told.pipeline)
     else:
         parts = ((at, slice(None)),)
     frames = parts[0][0].query_frames
@@ -428,7 +427,7 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
         attention.read_comparisons(forward)
         if is_late:
             forward.check.place = _place_of(watched, forward, args, kwargs)
-    except ConfigError:
+    except errors.ConfigError:
         del calls[count:]
         raise
     return out
@@ -440,7 +439,7 @@ def arguments_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-def _layout_of(video: VideoTokens, frames: Sequence[int]) -> KeyLayout:
+def _layout_of(video: diffusers_frames.VideoTokens, frames: Sequence[int]) -> KeyLayout:
     """Return the layout of the keys of self-attention: cached frames, then those of the queries.
 
     Edits name the frames of a whole video by number, "first" or "past", not as the queries' own.
@@ -453,7 +452,13 @@ def _layout_of(video: VideoTokens, frames: Sequence[int]) -> KeyLayout:
     return replace(layout, own=own, query_positions=tuple(frames))
 
 
-def _check_watchers(watched: Watched, told: Told, at: Pass, video: VideoTokens, is_chunk: bool) -> None:
+def _check_watchers(
+    watched: Watched,
+    told: diffusers_passes.Told,
+    at: Pass,
+    video: diffusers_frames.VideoTokens,
+    is_chunk: bool,
+) -> None:
     """Raise ConfigError for layers, heads, sites, frames, steps and edits that this forward does not have."""
     # 1. How many there are of each, as far as that is known.
     is_whole = not is_chunk and video.past is None and at.query_frames == tuple(range(video.frames))
@@ -476,26 +481,26 @@ def _check_watchers(watched: Watched, told: Told, at: Pass, video: VideoTokens, 
         if is_whole and isinstance(frames, Sequence):
             check_indices("frame", [n for n in frames if isinstance(n, int)], video.frames)
         if getattr(chosen, "heads", None) is not None and sites and OF_HEADS_HERE.isdisjoint(sites):
-            raise ConfigError(f"{sites[0]} has no heads: leave heads out")
+            raise errors.ConfigError(f"{sites[0]} has no heads: leave heads out")
         for site in sites:
-            require_known(
+            errors.require_known(
                 site, ("self", "cross", *OF_FORWARD, *SITES_HERE), "{} cannot be seen in diffusers' models"
             )
     title = type(watched.transformer).__name__
     for edit in active_edits():
         if type(edit).__name__ in TURNING and not watched.family.has_wan_rope:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{type(edit).__name__} turns q and k by Wan's RoPE, which {title} does not have"
             )
 
 
-def require_bands(watched: Watched, requests: Sequence[CaptureRequest]) -> None:
+def require_bands(watched: Watched, requests: Sequence[capture.CaptureRequest]) -> None:
     """Raise ConfigError for what Wan's RoPE tells of q and k, of a model with another one."""
     for request in requests:
         for name in ("rope_bands", "query_key_means"):
             if getattr(request, name) and not watched.family.has_wan_rope:
                 title = type(watched.transformer).__name__
-                raise ConfigError(f"{name}: {title} does not have Wan's RoPE; leave {name} out")
+                raise errors.ConfigError(f"{name}: {title} does not have Wan's RoPE; leave {name} out")
 
 
 # --- The experiment
@@ -520,7 +525,7 @@ def _place_of(
         x = arguments["hidden_states"]
         plain = _first_queries(watched, args, kwargs, x)
         (_, behind), _ = attention.tokens_around(forward, True, plain.queries.shape[1], plain.num_keys)
-        watched.places[key] = place_by_experiment(
+        watched.places[key] = diffusers_frames.place_by_experiment(
             lambda changed: _first_queries(watched, args, kwargs, changed).queries,
             x,
             plain.queries,
@@ -568,7 +573,7 @@ def _first_queries(
         return reached
     finally:
         attention.IS_EXPERIMENT.set(before)
-    raise ConfigError(f"{type(model).__name__} has no self-attention over the video that can be seen")
+    raise errors.ConfigError(f"{type(model).__name__} has no self-attention over the video that can be seen")
 
 
 def loaded(
@@ -608,7 +613,7 @@ def without_caches(model: nn.Module) -> Iterator[None]:
 
 
 # --- Capture
-def check_requests(transformer: Any, requests: Sequence[CaptureRequest]) -> None:
+def check_requests(transformer: Any, requests: Sequence[capture.CaptureRequest]) -> None:
     """Raise ConfigError for a layer that a watched transformer lacks, or what another RoPE is needed for."""
     watched = _open[id(transformer)]
     for request in requests:
@@ -618,16 +623,16 @@ def check_requests(transformer: Any, requests: Sequence[CaptureRequest]) -> None
 
 @reusable
 def capture_diffusers(
-    x: Any, *requests: CaptureRequest, layout: Any = None, **fields: Any
-) -> Iterator[list[CapturedCall]]:
+    x: Any, *requests: capture.CaptureRequest, layout: Any = None, **fields: Any
+) -> Iterator[list[capture.CapturedCall]]:
     """Capture the calls of a diffusers transformer, or of a pipeline's; requests or fields of CaptureRequest.
 
     Yields the list of calls. Raises ConfigError as watching() does, for a layer that is not there, and where
     tokens are not those of the frames that the family or layout= says.
     """
-    requests = requests or (CaptureRequest(**fields),)
+    requests = requests or (capture.CaptureRequest(**fields),)
     with watching(x, layout) as transformers:
         for transformer in transformers.values():
             check_requests(transformer, requests)
-        with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
+        with capture.ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
             yield calls

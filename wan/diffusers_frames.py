@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wan.errors import ConfigError, short_repr
+from wan import errors
 from wan.sites import Checked
 
 SAY_WHERE = "say where frames lie, layout=(frames, tokens of each) or (frames, tokens of each, tokens before)"
@@ -124,7 +124,7 @@ def of_sequence(config: Any, arguments: Mapping[str, Any], variables: Variables)
     if None in sizes or (math.prod(sizes) == 1 and length > 1):
         coordinates = arguments.get("video_coords")
         if coordinates is None:
-            raise ConfigError(f"num_frames is {sizes[0]} for {length} tokens: {SAY_WHERE}")
+            raise errors.ConfigError(f"num_frames is {sizes[0]} for {length} tokens: {SAY_WHERE}")
         return of_coordinates(coordinates, sizes[0])
     # 2. Sizes, in patches.
     patches = [getattr(config, name, 1) for name in ("patch_size_t", "patch_size", "patch_size")]
@@ -134,7 +134,7 @@ def of_sequence(config: Any, arguments: Mapping[str, Any], variables: Variables)
         before = _conditions_before(config, video, length)
     video = video._replace(before=before or 0, names=(("condition", before or 0),))
     if length < video.before + video.total:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{length} tokens are not {frames} frames of {video.tokens} behind {video.before}: {SAY_WHERE}"
         )
     return video
@@ -144,7 +144,7 @@ def _conditions_before(config: Any, video: VideoTokens, length: int) -> int:
     """Return how many condition tokens lie in front where no pipeline says it: none in LTX-2."""
     if hasattr(config, "audio_in_channels"):
         return 0
-    raise ConfigError(
+    raise errors.ConfigError(
         f"{length} tokens are more than {video.frames} frames of {video.tokens}, and whether conditions come "
         f"first is not known: {SAY_WHERE}"
     )
@@ -161,7 +161,7 @@ def of_coordinates(coordinates: Tensor, num_frames: Any) -> VideoTokens:
     length = places.shape[1]
     times, counts = (x.tolist() for x in places[0].unique_consecutive(return_counts=True))
     if len(places.T.unique(dim=0)) < length:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"of {length} tokens several have the same time, row and column, so conditions cannot be told "
             f"from frames: {SAY_WHERE}"
         )
@@ -172,7 +172,7 @@ def of_coordinates(coordinates: Tensor, num_frames: Any) -> VideoTokens:
         bool(shown) and of_video == sorted(set(of_video)) and shown == list(range(shown[0], shown[-1] + 1))
     )
     if not is_in_order or len({counts[n] for n in shown}) > 1:
-        raise ConfigError(f"num_frames is {num_frames} for {length} tokens: {SAY_WHERE}")
+        raise errors.ConfigError(f"num_frames is {num_frames} for {length} tokens: {SAY_WHERE}")
     before = sum(counts[: shown[0]])
     return VideoTokens(len(shown), counts[shown[0]], before, names=(("condition", before),))
 
@@ -184,8 +184,9 @@ def require_two_parameters(layout: Callable[..., Any]) -> None:
     except ValueError:  # some functions of C do not say what they take
         return
     except TypeError:
-        raise ConfigError(
-            f"{short_repr(layout)} is no layout: it is called with the model's config and the arguments of "
+        raise errors.ConfigError(
+            f"{errors.short_repr(layout)} is no layout: it is called with the model's config "
+            "and the arguments of "
             "its forward, and returns (frames, tokens of each)"
         ) from None
 
@@ -197,7 +198,7 @@ def checked_layout(layout: Any) -> VideoTokens:
         numbers = layout[:3]
     is_numbers = isinstance(numbers, Sequence) and len(numbers) in (2, 3) and {*map(type, numbers)} == {int}
     if not (is_numbers and min(numbers[:2]) > 0 and min(numbers) >= 0):
-        raise ConfigError(f"{short_repr(layout)} is no layout: {SAY_WHERE}")
+        raise errors.ConfigError(f"{errors.short_repr(layout)} is no layout: {SAY_WHERE}")
     return VideoTokens(*layout)
 
 
@@ -218,7 +219,7 @@ def told_layout(layout: Any, family: "Family | None") -> Locate:
         if family is not None and family.locate is of_latents:
             total = of_latents(config, arguments, {}).total
             if video.total != total:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"layout {video[:2]} is of {video.total} tokens, not of {total}: {SAY_WHERE}"
                 )
         return video
@@ -360,7 +361,7 @@ def place_by_experiment(
     if torch.equal(frames, expected):
         return place
     wrong = int((frames != expected).nonzero()[0])
-    raise ConfigError(
+    raise errors.ConfigError(
         f"token {wrong} is not of the frame where {video.frames} frames of {video.tokens} tokens behind "
         f"{start} others would have it: {SAY_WHERE}"
     )

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wan import sites
 from wan.diffusers_frames import VideoTokens, family_of
 from wan.diffusers_passes import Parts, Told
-from wan.sites import Pass, during, hook_point, is_shown
 
 TRAIN_TIMESTEPS = 1000  # of the families whose scheduler is not known
 
@@ -81,7 +81,7 @@ def run(
     Who records gradients turns autograd on at x_t and off at x0; the output is then detached, as the pipeline
     that called has it.
     """
-    if not is_shown("x_t", "flow", "x0"):
+    if not sites.is_shown("x_t", "flow", "x0"):
         return original(*args, **kwargs)
     has_grad = torch.is_grad_enabled()
     try:
@@ -92,12 +92,12 @@ def run(
             args, kwargs = _with_input(args, kwargs, given.replaced(x_t))
         # 2. What comes out, and the clean latents that it points to.
         out = original(*args, **kwargs)
-        if not is_shown("flow", "x0"):
+        if not sites.is_shown("flow", "x0"):
             return out
         made = Window(model, out[0], video, arguments)
         flow = show("flow", parts, made.frames)
         result = flow
-        if is_shown("x0"):
+        if sites.is_shown("x0"):
             noisy = x_t[:, :, : flow.shape[2]]  # channels of conditions stand behind those of the latents
             result = show_x0(model, told, parts, noisy, flow)
     finally:
@@ -118,8 +118,8 @@ def show_x0(model: nn.Module, told: Told, parts: Parts, noisy: Tensor, flow: Ten
         piece = flow[items]
         a, b = coefficients(model, told, at, piece)
         x0 = a * noisy[items] + b * piece
-        with during(at):
-            new = hook_point("x0", None, x0)
+        with sites.during(at):
+            new = sites.hook_point("x0", None, x0)
         if new.data_ptr() != x0.data_ptr():  # not the same numbers without their graph
             is_changed = True
             piece = torch.where(b == 0, piece, (new - a * noisy[items]) / b)  # 0: of frames that are given
@@ -134,8 +134,8 @@ def show(site: str, parts: Parts, x: Tensor) -> Tensor:
     pieces, is_changed = [], False
     for at, items in parts:
         piece = x[items]
-        with during(at):
-            new = hook_point(site, None, piece)
+        with sites.during(at):
+            new = sites.hook_point(site, None, piece)
         is_changed = is_changed or new is not piece
         pieces.append(new)
     if not is_changed:
@@ -143,7 +143,7 @@ def show(site: str, parts: Parts, x: Tensor) -> Tensor:
     return torch.cat(pieces)
 
 
-def coefficients(model: nn.Module, told: Told, at: Pass, x: Tensor) -> tuple[Tensor, Tensor]:
+def coefficients(model: nn.Module, told: Told, at: sites.Pass, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return a and b of x0 = a·x_t + b·output, [1, F or 1, 1, 1, 1], by the scheduler's prediction type."""
     scheduler: Any = getattr(told.pipeline, "scheduler", None)
     config = getattr(scheduler, "config", {})

@@ -21,8 +21,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from wan import sites
 from wan.diffusers_frames import Variables, VideoTokens
-from wan.sites import Pass, current_run
 
 TRANSFORMERS = ("transformer", "transformer_2")  # names in pipelines; Wan2.2 has two experts
 
@@ -30,7 +30,7 @@ TRANSFORMERS = ("transformer", "transformer_2")  # names in pipelines; Wan2.2 ha
 BRANCHES = {"pred_cond": "cond", "pred_uncond": "uncond"}
 JOINT_BRANCHES = "cond_uncond"
 
-Parts = tuple[tuple[Pass, slice], ...]  # the passes of a forward, with their items of the batch
+Parts = tuple[tuple[sites.Pass, slice], ...]  # the passes of a forward, with their items of the batch
 
 
 class Context(NamedTuple):
@@ -210,7 +210,7 @@ def passes_of(told: Told, arguments: Mapping[str, Any], video: VideoTokens) -> P
         is_clean = bool(flags.get("is_cache_step"))
         if is_clean and told.is_in_loop:
             step = told.variables.get("num_inference_steps", len(told.pipeline.scheduler.timesteps))
-    at = Pass(
+    at = sites.Pass(
         query_frames=tuple(range(video.start, video.start + video.frames)),
         block=block,
         step=step,
@@ -242,7 +242,7 @@ def _timesteps(timestep: Any, video: VideoTokens) -> tuple[float, tuple[tuple[in
     return max(by_frame), tuple(enumerate(by_frame, video.start))
 
 
-def _branches(told: Told, at: Pass, arguments: Mapping[str, Any]) -> Parts:
+def _branches(told: Told, at: sites.Pass, arguments: Mapping[str, Any]) -> Parts:
     """Return a pass for each branch of guidance that a forward computes."""
     name, is_guided = None, getattr(told.pipeline, "do_classifier_free_guidance", None)
     items = len(arguments["hidden_states"])
@@ -300,9 +300,9 @@ class Evaluations:
         known = None
         if self.schedule is not None:
             known = self.schedule()
-        if self.run is not current_run() or (isinstance(timesteps, Tensor) and timesteps is not known):
+        if self.run is not sites.current_run() or (isinstance(timesteps, Tensor) and timesteps is not known):
             self.counts.clear()
-            self.run = current_run()
+            self.run = sites.current_run()
             if isinstance(timesteps, Tensor):
                 self.schedule = ref(timesteps)
         # 2. Each pass has a number among its equals.

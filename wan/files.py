@@ -22,15 +22,7 @@ from zipfile import ZIP_STORED, ZipFile, is_zipfile
 import yaml
 from pydantic import Field
 
-from wan.errors import (
-    CheckpointError,
-    ConfigError,
-    UserError,
-    did_you_mean,
-    library_reads,
-    reason_of,
-    short_repr,
-)
+from wan import errors
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
 MAX_SIZE = 1 << 18  # width, heads, vocabulary: any other number in a model's config
@@ -57,24 +49,27 @@ class UnreadableError(ValueError):
     """Why a file was not read, without its name."""
 
 
-class OtherKindError(CheckpointError, UnreadableError):
+class OtherKindError(errors.CheckpointError, UnreadableError):
     """A file, what it is in place of plain tensors, and what to take."""
 
 
 def read_text(
-    path: str | Path, limit: int = TEXT_BYTES, error: type[UserError] = ConfigError, form: str = ""
+    path: str | Path,
+    limit: int = TEXT_BYTES,
+    error: type[errors.UserError] = errors.ConfigError,
+    form: str = "",
 ) -> str:
     """Read a plain file of at most limit bytes as UTF-8, with or without its mark. Raise error otherwise.
 
     form says what such a file looks like, to somebody who has none.
     """
     path = Path(path)
-    with library_reads(path, error, form):
+    with errors.library_reads(path, error, form):
         if not path.exists() and path.parent.is_dir():
             neighbours = [file.name for file in path.parent.glob(f"*{path.suffix}")]
             hint = ""
             if get_close_matches(path.name, neighbours, 1):
-                hint = did_you_mean(path.name, neighbours)
+                hint = errors.did_you_mean(path.name, neighbours)
             raise FileNotFoundError(f"No such file or directory{hint}")
         # A device or a pipe may never end.
         if path.exists() and not (path.is_file() and path.stat().st_size <= limit):
@@ -82,10 +77,12 @@ def read_text(
         return path.read_bytes().decode("utf-8-sig")
 
 
-def read_json(path: str | Path, error: type[UserError] = ConfigError, form: str = "") -> dict[str, Any]:
+def read_json(
+    path: str | Path, error: type[errors.UserError] = errors.ConfigError, form: str = ""
+) -> dict[str, Any]:
     """Read a JSON file that holds a table of settings. Raise error for any other, which says form."""
     text = read_text(path, error=error, form=form)
-    with library_reads(path, error, form):
+    with errors.library_reads(path, error, form):
         return dict(json.loads(text))
 
 
@@ -103,16 +100,16 @@ def read_yaml(
     from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
 
     text = read_text(path, limit, form=form)
-    with library_reads(f"{path}: the YAML of {what}"):
+    with errors.library_reads(f"{path}: the YAML of {what}"):
         for token in yaml.scan(text):  # YAML 1.1 reads 010 as 8, and 1:30 as 90
             is_plain = isinstance(token, yaml.ScalarToken) and token.plain
             if is_plain and UNCLEAR_NUMBER.fullmatch(token.value):
                 place = f"{path}, line {token.start_mark.line + 1}"
                 remedy = "write a number without a leading 0 or colons, or a text in quotes"
-                raise ConfigError(f"{place}: {token.value} is unclear; {remedy}")
+                raise errors.ConfigError(f"{place}: {token.value} is unclear; {remedy}")
         content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     if not isinstance(content, kind):
-        raise ConfigError(f"{path}: not a mapping of {what}")
+        raise errors.ConfigError(f"{path}: not a mapping of {what}")
     return content
 
 
@@ -243,7 +240,7 @@ def first_bytes_kind(head: bytes) -> str:
     if packers:
         return f"packed by {packers[0]}; unpack it first"
     if all(32 <= byte < 127 or byte in b"\r\n\t" for byte in head):
-        return f"text, which begins {short_repr(text[:60].decode('ascii'))}; {DOWNLOAD_AGAIN}"
+        return f"text, which begins {errors.short_repr(text[:60].decode('ascii'))}; {DOWNLOAD_AGAIN}"
     return ""
 
 
@@ -308,7 +305,7 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
             return load_tensors(path, mmap)
     if problem is None:
         return content
-    reason = reason_of(problem)
+    reason = errors.reason_of(problem)
     quantiser = re.search(r"it holds a ((?:torchao|bitsandbytes|optimum\.quanto|gptqmodel)\S*),", reason)
     if quantiser:  # a class of a library that is not imported
         raise OtherKindError(f"{path} is quantised ({quantiser[1]}); {PLAIN}")
@@ -447,7 +444,7 @@ def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, is_folder: bool = 
             hint += f"; or --config_path {MINIATURE}, whose weights are here"
         if hint.partition(" ")[0] in ("bash", "python"):
             hint = f"run: {hint}"
-        raise CheckpointError(f"{name} not found; {hint}")
+        raise errors.CheckpointError(f"{name} not found; {hint}")
     return path
 
 
@@ -457,8 +454,8 @@ def shards(path: Path) -> list[Path]:
         return sorted(filter(Path.is_file, path.iterdir()))
     if not path.name.endswith(".index.json"):
         return [path]
-    with library_reads(f"the shard index {path}", CheckpointError, "get it again"):
-        names = read_json(require_file(path), CheckpointError)["weight_map"].values()
+    with errors.library_reads(f"the shard index {path}", errors.CheckpointError, "get it again"):
+        names = read_json(require_file(path), errors.CheckpointError)["weight_map"].values()
         return [path.with_name(name) for name in sorted({Path(name).name for name in names})]
 
 
@@ -476,7 +473,7 @@ def read_weights_file(path: str | Path) -> dict[Any, Any]:
     content: dict[Any, Any] = {}
     for file in files:
         numpys = torch.serialization.safe_globals(numpy_numbers())
-        with library_reads(file, CheckpointError, "get it again"), numpys:
+        with errors.library_reads(file, errors.CheckpointError, "get it again"), numpys:
             tensors = read_tensors(require_file(file))
             problem = ""
             if not isinstance(tensors, dict):

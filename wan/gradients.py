@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from wan import errors
 from wan.activations import Activation, check_device
 from wan.attention import Call
-from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import Edits
 from wan.keys import to_host, wait_for_host
 from wan.pipeline import flow_to_x0
@@ -62,7 +62,9 @@ def takes_activations(metric: Metric) -> bool:
     needed = [p for p in positional if p.default is p.empty]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(needed) > 2 or not (positional or takes_any):
-        raise ConfigError(f"metric {short_repr(metric)} is no function of x0, or of x0 and the activations")
+        raise errors.ConfigError(
+            f"metric {errors.short_repr(metric)} is no function of x0, or of x0 and the activations"
+        )
     return len(needed) == 2 or any(p.name == "seen" for p in positional)
 
 
@@ -105,7 +107,7 @@ class Gradients(Watcher):
     graphs: list[Graph] = field(default_factory=list)  # complete ones that backward() has not freed
 
     def __post_init__(self) -> None:
-        require_known(self.through, THROUGH, "through is {}")
+        errors.require_known(self.through, THROUGH, "through is {}")
         check_device(self.to)
         if self.metric is not None:
             takes_activations(self.metric)
@@ -136,14 +138,16 @@ class Gradients(Watcher):
     def check(self, sizes: RolloutSizes) -> None:
         check_sites(self.sites, sizes)
         if any(isinstance(watcher, Gradients) and watcher is not self for watcher in watchers()):
-            raise ConfigError("gradients are recorded already in this context: ask one for all sites")
+            raise errors.ConfigError("gradients are recorded already in this context: ask one for all sites")
         check_indices("layer", self.layers, sizes.num_layers)
         check_indices("block", self.blocks, sizes.num_blocks)
         num_passes = sizes.num_passes
         if self.through != "rollout":
             num_passes = sizes.num_steps
             if num_passes in (self.steps or ()):
-                raise ConfigError(f"step {num_passes} is the clean pass, which has no x0: choose others")
+                raise errors.ConfigError(
+                    f"step {num_passes} is the clean pass, which has no x0: choose others"
+                )
         check_indices("step", self.steps, num_passes)
         self._sizes = sizes
         self._first = min(self.blocks or [0])
@@ -214,7 +218,7 @@ class Gradients(Watcher):
         for slot in layout.slots:
             stays = stays and self._positions.setdefault(slot.frame, slot.position) == slot.position
         if not stays:
-            raise ConfigError(
+            raise errors.ConfigError(
                 "through='rollout' takes keys that stay in place: cache_policy multi_shot, full or window"
             )
         keys, values = [], []
@@ -240,7 +244,7 @@ class Gradients(Watcher):
             remedy = (
                 "generate inside the context first; a second backward needs retain_graph=True at the first"
             )
-            raise ConfigError(f"no pass is recorded: {remedy}")
+            raise errors.ConfigError(f"no pass is recorded: {remedy}")
         self.found, self.values = [], []
         for graph in self.graphs:
             self._differentiate(graph, metric, retain_graph)
@@ -253,13 +257,15 @@ class Gradients(Watcher):
         x0, value = self._evaluated(graph, metric)
         problem = ""
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-            problem = f"is {short_repr(getattr(value, 'shape', value))}"
+            problem = f"is {errors.short_repr(getattr(value, 'shape', value))}"
         elif not value.isfinite():
             problem = f"is {value.item()}"
         elif not value.requires_grad or not self._depends(value, x0, nodes, metric):
             problem = "depends on no x0"
         if problem:
-            raise ConfigError(f"a gradient is of one number that depends on x0, and what came {problem}")
+            raise errors.ConfigError(
+                f"a gradient is of one number that depends on x0, and what came {problem}"
+            )
         with torch.enable_grad():
             gradients = torch.autograd.grad(
                 value.sum(), nodes, retain_graph=retain_graph or graph.is_shared, materialize_grads=True
@@ -331,7 +337,9 @@ class Gradients(Watcher):
         watching = self._beside(_Replay(self))
         for edit in (edit for watcher in watching for edit in watcher.edits):
             if "source" in edit.needs:
-                raise ConfigError(f"recompute=True cannot repeat an edit that takes another run: {edit}")
+                raise errors.ConfigError(
+                    f"recompute=True cannot repeat an edit that takes another run: {edit}"
+                )
 
         def run(*inputs: Any) -> Any:
             if not before:
@@ -340,7 +348,7 @@ class Gradients(Watcher):
                 return outputs
             outputs = Context().run(self._again, at, watching, partial(function, *inputs))
             if not torch.isclose(size_of(outputs), before[0], rtol=1e-3):
-                raise ConfigError(
+                raise errors.ConfigError(
                     "recompute=True calls functions of one's own twice, and one gave something else then"
                 )
             return outputs
@@ -457,7 +465,9 @@ class Attribution(Gradients):
         """Return what the source has at a site of a pass; ConfigError where it has none."""
         place = ActivationSite(site, layer, where.at)
         if place not in self.source:
-            raise ConfigError(f"the source has no {place}: it must have the same frames, blocks and steps")
+            raise errors.ConfigError(
+                f"the source has no {place}: it must have the same frames, blocks and steps"
+            )
         return self.source[place]
 
     def _metric(self, where: ActivationSite) -> Metric:

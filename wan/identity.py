@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wan.errors import ConfigError, require_text, short_repr
+from wan import errors
 
 # Raise it when numbers of a rollout change on purpose: runs of before then count as others.
 NUMBERS = 1
@@ -48,7 +48,7 @@ class Named:
         return self.function(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"named({self.name!r}, {short_repr(self.function)})"
+        return f"named({self.name!r}, {errors.short_repr(self.function)})"
 
 
 def named(name: str, function: Any) -> Named:
@@ -58,15 +58,18 @@ def named(name: str, function: Any) -> Named:
     another function of the same name is refused.
     """
     if not isinstance(name, str) or not name.strip():
-        raise ConfigError(f"named: {short_repr(name)} is no name")
-    require_text(name, "named: the name", limit=200)
+        raise errors.ConfigError(f"named: {errors.short_repr(name)} is no name")
+    errors.require_text(name, "named: the name", limit=200)
     called = function if callable(function) else getattr(function, "apply", None)
     if not callable(called):
-        raise ConfigError(f"named {name!r}: {short_repr(function)} is no function, and has no method apply")
+        raise errors.ConfigError(
+            f"named {name!r}: {errors.short_repr(function)} is no function, and has no method apply"
+        )
     text_sha256 = text_of(called)
     if text_sha256 is None:
-        raise ConfigError(
-            f"named {name!r}: Python finds no source text of {short_repr(function)}; call it in a function "
+        raise errors.ConfigError(
+            f"named {name!r}: Python finds no source text of {errors.short_repr(function)}; "
+            "call it in a function "
             "of your own, in a file or a notebook's cell"
         )
     return Named(name, called, text_sha256)

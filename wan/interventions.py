@@ -35,11 +35,10 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, BeforeValidator, Field
 from torch import Tensor
 
+from wan import errors, identity
 from wan.attention import Call
 from wan.config import RunConfig
-from wan.errors import ConfigError, as_tuple, check_fields, from_values, in_context, require_known, short_repr
 from wan.files import MAX_SIZE, read_yaml
-from wan.identity import OURS, generators, identity_of, identity_of_class, state_of
 from wan.keys import (
     MIXED,
     ROPE_THETA,
@@ -87,14 +86,14 @@ def frame_name(value: str) -> str:
 Attention = Literal["self", "cross"]
 Passes = Literal["denoise", "clean", "all"]
 Index = Annotated[int, Field(ge=0, le=MAX_SIZE)]  # how many there are, a rollout knows
-Several = (BeforeValidator(as_tuple), Field(min_length=1, max_length=MAX_SIZE))
+Several = (BeforeValidator(errors.as_tuple), Field(min_length=1, max_length=MAX_SIZE))
 Indices = Annotated[tuple[Index, ...], *Several]
 Frame = Index | Annotated[str, AfterValidator(frame_name)]
 Frames = Annotated[tuple[Frame, ...], *Several]
-Direction = Annotated[tuple[Number, ...], BeforeValidator(as_tuple)]
+Direction = Annotated[tuple[Number, ...], BeforeValidator(errors.as_tuple)]
 Tokens = slice | Tensor  # an index
 EVERY: Tokens = slice(None)
-InterventionError = ConfigError  # the name that older code catches
+InterventionError = errors.ConfigError  # the name that older code catches
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,7 +105,7 @@ class Source:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "source: ")
+        errors.check_fields(self, "source: ")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are given."""
@@ -119,7 +118,7 @@ class Source:
 def as_source(value: Any) -> Any:
     """Return a mapping, as YAML has it, as a Source; anything else stays."""
     if isinstance(value, Mapping):
-        return from_values(Source, value, "source: ")
+        return errors.from_values(Source, value, "source: ")
     return value
 
 
@@ -145,11 +144,13 @@ class Edit(ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls.__abstractmethods__:
-            raise ConfigError(f"{cls.__name__} has no apply(): take one of {', '.join(KINDS)}, or write it")
+            raise errors.ConfigError(
+                f"{cls.__name__} has no apply(): take one of {', '.join(KINDS)}, or write it"
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        errors.check_fields(self)
         # Equal edits compare, hash and print alike: [3, 1, 3] is (1, 3), names of frames come behind numbers.
         for setting in fields(self):
             value = getattr(self, setting.name)
@@ -214,9 +215,9 @@ class Edit(ABC):
         if source is None and getattr(self, "how", "") == "mean":
             needed = "the reference prompts of a mean; name a file of means as its source"
         if isinstance(source, Source) and source.prompt not in (None, config.prompt):
-            needed = f"the source's {short_repr(source.prompt)}; leave --prompt_embeds out"
+            needed = f"the source's {errors.short_repr(source.prompt)}; leave --prompt_embeds out"
         if needed and config.prompt_embeds:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{config.prompt_embeds} holds the states of one prompt, and {self} needs {needed}"
             )
         remedy = "leave source out: the run makes the means of reference_prompts"
@@ -224,14 +225,18 @@ class Edit(ABC):
         if isinstance(source, Source):
             file, remedy = source.weights, "bash experiments/download_weights.sh gets some weights"
         if file not in (None, "base") and not Path(file).is_file():
-            raise ConfigError(f"source: {file} not found; {remedy}")
+            raise errors.ConfigError(f"source: {file} not found; {remedy}")
         if not isinstance(source, Source):
             return
         run = {"prompt": config.prompt, "seed": config.seed, "weights": config.checkpoint_path or "base"}
         if all(getattr(source, name) in (None, value) for name, value in run.items()):
-            raise ConfigError(f"source: {source} is the run itself; name another prompt, seed or weights")
+            raise errors.ConfigError(
+                f"source: {source} is the run itself; name another prompt, seed or weights"
+            )
         if config.offload and source.weights is None:
-            raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {self}")
+            raise errors.ConfigError(
+                f"streamed layers cannot serve two runs in step; leave offload out for {self}"
+            )
 
     def selects_pass(self, step: int | None, is_clean_pass: bool, is_recache: bool = False) -> bool:
         """Return whether a pass of a block is chosen; one that computes the cache again is Jitter's alone."""
@@ -261,7 +266,7 @@ class Edit(ABC):
         """Raise ConfigError where fields contradict each other or, with sizes, a rollout lacks an index."""
         problem = self.conflict()
         if problem:
-            raise ConfigError(f"{type(self).__name__}: {problem}")
+            raise errors.ConfigError(f"{type(self).__name__}: {problem}")
         if sizes is None:
             return
         check_indices("layer", self.layers, sizes.num_layers)
@@ -272,7 +277,7 @@ class Edit(ABC):
         check_sites(self.sites, sizes)
         if self.passes == "clean" and not sizes.keeps_clean_keys:
             remedy = "recompute_context computes the keys of clean passes again: take passes denoise or all"
-            raise ConfigError(f"no call can be edited: {self}; {remedy}")
+            raise errors.ConfigError(f"no call can be edited: {self}; {remedy}")
 
     def given(self) -> dict[str, Any]:
         """Return the fields that are not at their defaults; one frame or index alone, several as a list."""
@@ -297,7 +302,7 @@ class Edit(ABC):
 
     def identity_values(self) -> dict[str, Any]:
         """Return the edit's identity: its values, and the name and text of a user's class."""
-        return self.to_dict() | identity_of_class(type(self))
+        return self.to_dict() | identity.identity_of_class(type(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in self.given().items())})"
@@ -325,7 +330,9 @@ def check_items(call: Call, slots: Iterable[int]) -> None:
     """Raise ConfigError where one of the slots holds another frame for each batch item."""
     for index in slots:
         if len(set(call.layout.slots[index].by_item)) > 1:
-            raise ConfigError(f"slot {index} holds another frame for each batch item: edit them one by one")
+            raise errors.ConfigError(
+                f"slot {index} holds another frame for each batch item: edit them one by one"
+            )
 
 
 def tokens_in(call: Call, slots: Sequence[int]) -> Tokens:
@@ -396,7 +403,7 @@ def positions_of(call: Call, slots: Sequence[int]) -> list[int]:
     chosen = [call.layout.slots[n] for n in slots]
     if any(slot.position == MIXED for slot in chosen):
         remedy = "move them by offset=, or take a policy that knows the position of every key"
-        raise ConfigError(f"these keys stand at several positions: {remedy}")
+        raise errors.ConfigError(f"these keys stand at several positions: {remedy}")
     positions = []
     for slot in chosen:
         if slot.is_rotated:
@@ -561,7 +568,7 @@ class Patch(Edit):
                 if not (torch.equal(a.frames, b.frames) and torch.equal(a.indices, b.indices)):
                     others += mine.chosen.slots
             if others:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"{where}: the source chose other keys for slot {others[0]}; patch z, or kv of frames "
                     "that are not chosen, or take a policy such as window"
                 )
@@ -697,7 +704,9 @@ class Steer(Edit):
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor:
         if len(self.direction) != x.shape[-1]:
-            raise ConfigError(f"{where}: the direction has {len(self.direction)} numbers, not {x.shape[-1]}")
+            raise errors.ConfigError(
+                f"{where}: the direction has {len(self.direction)} numbers, not {x.shape[-1]}"
+            )
         direction = send(torch.tensor(self.direction, dtype=x.dtype), x.device)
         return with_heads(x, where, self.heads, x + self.scale * direction)
 
@@ -713,7 +722,9 @@ class Custom(Edit):
     has site, layer and pass (wan.sites.ActivationSite). The result must have x's shape and dtype and no NaN.
     """
 
-    names: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=len(SITES))]
+    names: Annotated[
+        tuple[str, ...], BeforeValidator(errors.as_tuple), Field(min_length=1, max_length=len(SITES))
+    ]
     function: Any = None
     passes: Passes = "all"
     heads: Indices | None = field(default=None, init=False)  # the function has all of them
@@ -744,7 +755,9 @@ class Custom(Edit):
                 if all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
                     problem = "takes no argument: give it x, or x and where"
         if problem:
-            raise ConfigError(f"an edit at {', '.join(self.sites)}: {short_repr(function)} {problem}")
+            raise errors.ConfigError(
+                f"an edit at {', '.join(self.sites)}: {errors.short_repr(function)} {problem}"
+            )
         return replace(self, function=function)
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor | None:
@@ -763,7 +776,7 @@ class Custom(Edit):
                 )
             return None
         # A tensor of another shape or dtype would broadcast, or run on, and fail layers later.
-        returned = f"{short_repr(new)}, not a tensor"
+        returned = f"{errors.short_repr(new)}, not a tensor"
         if isinstance(new, Tensor):
             theirs, mine = ((list(y.shape), y.dtype, y.device) for y in (new, x))
             if new.layout != torch.strided:
@@ -774,7 +787,7 @@ class Custom(Edit):
                 returned = "NaN"
             else:
                 return new
-        raise ConfigError(f"{self._code.__qualname__} at {where}: it returned {returned}")
+        raise errors.ConfigError(f"{self._code.__qualname__} at {where}: it returned {returned}")
 
     @property
     def _code(self) -> Any:
@@ -787,10 +800,10 @@ class Custom(Edit):
         return values | {"sites": list(self.sites), "passes": self.passes}
 
     def to_dict(self) -> dict[str, Any]:
-        return {"edit": "custom"} | self._place() | identity_of(self.function)
+        return {"edit": "custom"} | self._place() | identity.identity_of(self.function)
 
     def __repr__(self) -> str:
-        values = self._place() | {"function": identity_of(self.function)["function"]}
+        values = self._place() | {"function": identity.identity_of(self.function)["function"]}
         return f"Custom({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
 
@@ -805,9 +818,9 @@ def at(*sites: str, **where: Any) -> Custom:
     step.
     """
     if not sites:
-        raise ConfigError('at takes a site or several: at("resid_post", layers=[5])')
+        raise errors.ConfigError('at takes a site or several: at("resid_post", layers=[5])')
     for name in where:
-        require_known(name, PLACES, "at takes no {}")
+        errors.require_known(name, PLACES, "at takes no {}")
     if where.get("steps") is not None:
         where.setdefault("passes", "denoise")
     return Custom(names=sites, **where)
@@ -825,12 +838,12 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     Raises ConfigError for a name, a field or a value that is not one.
     """
     remedy = "write {edit: knockout, frames: first, passes: denoise, ...}"
-    name, shown = "", short_repr(values)
+    name, shown = "", errors.short_repr(values)
     if isinstance(values, Mapping) and values.get("edit") is not None:
-        name, shown = values["edit"], short_repr(values["edit"])
-    require_known(name, KINDS, f"edit {shown} is none; {remedy}")
-    with in_context(name):
-        return from_values(KINDS[name], {key: value for key, value in values.items() if key != "edit"})
+        name, shown = values["edit"], errors.short_repr(values["edit"])
+    errors.require_known(name, KINDS, f"edit {shown} is none; {remedy}")
+    with errors.in_context(name):
+        return errors.from_values(KINDS[name], {key: value for key, value in values.items() if key != "edit"})
 
 
 def config_edits(config: RunConfig) -> list[Edit]:
@@ -845,10 +858,10 @@ FORM = "write - {edit: knockout, frames: first, passes: denoise, layers: [3]}, a
 def edits_of(values: Any, where: str) -> list[Edit]:
     """Make edits of a list of mappings, as in a config. ConfigError names the first wrong one."""
     if not isinstance(values, list):
-        raise ConfigError(f"{where} holds no list of interventions; {FORM}")
+        raise errors.ConfigError(f"{where} holds no list of interventions; {FORM}")
     edits = []
     for number, settings in enumerate(values, 1):
-        with in_context(f"{where}: intervention {number}"):
+        with errors.in_context(f"{where}: intervention {number}"):
             edits.append(edit_from_dict(settings))
     return edits
 
@@ -860,7 +873,7 @@ def read_edits(path: str | Path) -> list[Edit]:
         values = values["interventions"]
     edits = edits_of(values, str(path))
     if not edits:
-        raise ConfigError(f"{path} holds no intervention; {FORM}")
+        raise errors.ConfigError(f"{path} holds no intervention; {FORM}")
     return edits
 
 
@@ -933,7 +946,7 @@ class Edits(Watcher):
                 continue
             data: Any = self.data.get(edit)
             if edit.needs and data is None:
-                raise ConfigError(f"{edit!r} needs data={{edit: ...}}: {edit.needs}")
+                raise errors.ConfigError(f"{edit!r} needs data={{edit: ...}}: {edit.needs}")
             if where.shard and "source" in edit.needs:  # all processes run a source together
                 data.value(where)
             # Cache policies of heads make a call for some heads, which may be none of the edit's.
@@ -945,7 +958,7 @@ class Edits(Watcher):
                 continue
             self.reached[number] += isinstance(edit, Custom)
             # Code of one's own edits videos of a batch one by one, as if each were alone.
-            is_own = isinstance(edit, Custom) or type(edit).__module__.partition(".")[0] not in OURS
+            is_own = isinstance(edit, Custom) or type(edit).__module__.partition(".")[0] not in identity.OURS
             parts = [x]
             if is_own and isinstance(x, Tensor):
                 parts = list(x.split(1))
@@ -991,7 +1004,7 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None, models: An
     each changed. Warns of an edit that changed none, except for a function that was called and returned None.
     """
     if data is not None and not isinstance(data, Mapping):
-        raise ConfigError(f"intervene: data {short_repr(data)} is no mapping of edits")
+        raise errors.ConfigError(f"intervene: data {errors.short_repr(data)} is no mapping of edits")
     # 1. at(...) without a function takes the argument behind it.
     remaining, chosen = list(edits), list[Any]()
     while remaining:
@@ -1002,7 +1015,7 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None, models: An
         chosen.append(edit)
     is_edit = [isinstance(edit, Edit) and getattr(edit, "function", edit) is not None for edit in chosen]
     if not chosen or not all(is_edit):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"intervene takes edits, at least one: {', '.join(KINDS)}; or at(...) and a function"
         )
     # 2. They watch every activation of this context, and count what they change.
@@ -1028,13 +1041,14 @@ def in_turns(batch: int) -> Iterator[None]:
         reduce = getattr(watcher, "reduce", None)
         if reduce is not None:
             functions[id(reduce)] = reduce
-    before = {key: state_of(function) for key, function in functions.items()}
-    drawn = generators() if functions else ""
+    before = {key: identity.state_of(function) for key, function in functions.items()}
+    drawn = identity.generators() if functions else ""
     yield
     for key, function in functions.items():
-        if state_of(function) != before[key] or drawn != generators():
+        if identity.state_of(function) != before[key] or drawn != identity.generators():
             warnings.warn(
-                f"{identity_of(function)['function']} keeps something between its calls, or draws random "
+                f"{identity.identity_of(function)['function']} keeps something between its "
+                "calls, or draws random "
                 "numbers, and videos of a batch take turns at it: generate them one by one",
                 stacklevel=2,
             )
@@ -1118,7 +1132,7 @@ class ReferenceMeans:
         """[1, Fq, H, D] of a call; ConfigError where the set has no such layer, pass or place."""
         means, count = self.values.get(key_of(where)), len(where.frames)
         if means is None or len(means) < count:
-            raise ConfigError(f"{where}: no means of {count} frames; record the same model and steps")
+            raise errors.ConfigError(f"{where}: no means of {count} frames; record the same model and steps")
         return means[None, :count]
 
 
@@ -1185,7 +1199,7 @@ class RunInStep(Watcher):
             with watched(self), observed():
                 self._rollout()
             where, remedy = self._wanted, "it must have the same frames, blocks and steps"
-            self._found = ConfigError(f"the source has no {where}: {remedy}")
+            self._found = errors.ConfigError(f"the source has no {where}: {remedy}")
         except BaseException as error:
             self._found = error
         self._mine.release()

@@ -8,15 +8,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from wan import cache, sites
 from wan.attention import MaskedAttention, attention, attention_by_heads
-from wan.cache import AnyCache, CachePolicy, CacheSizes
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 from wan.keys import HeadShard, KeyLayout, RotaryTable, rotate
-from wan.sites import Site, hook_point, is_changed, is_shown, wanted, watchers
 
-Cache = AnyCache | None
+Cache = cache.AnyCache | None
 Mask = Tensor | MaskedAttention | None
 TextKeysValues = list[tuple[Tensor, Tensor]]  # per layer, [B, text_len, H, D] each
 
@@ -120,16 +119,16 @@ class FeedForward(nn.Sequential):
         widen, gelu, narrow = cast(Iterator[nn.Linear], iter(self))
         # cuBLAS applies GELU in the product's epilogue; only who watches mlp_pre needs what is before it.
         by_kernel = fused_kernels(x) and x.dtype != torch.float32  # its tanh is not good enough for float32
-        if by_kernel and not wanted("mlp_pre", self.layer):
+        if by_kernel and not sites.wanted("mlp_pre", self.layer):
             hidden = self.widened(x)
         else:
             wide = widen(x)
-            watched = hook_point("mlp_pre", self.layer, wide)
-            if by_kernel and not is_changed(watched, wide):
+            watched = sites.hook_point("mlp_pre", self.layer, wide)
+            if by_kernel and not sites.is_changed(watched, wide):
                 hidden = self.widened(x)
             else:
                 hidden = gelu(watched)
-        return narrow(hook_point("mlp_post", self.layer, hidden))
+        return narrow(sites.hook_point("mlp_post", self.layer, hidden))
 
     def widened(self, x: Tensor) -> Tensor:
         """GELU of the first product by one kernel."""
@@ -147,7 +146,7 @@ class _Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         dim = config.dim
-        self.site, self.num_heads = Site(layer, self.kind), config.num_heads
+        self.site, self.num_heads = sites.Site(layer, self.kind), config.num_heads
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = QueryKeyNorm(config), QueryKeyNorm(config)
 
@@ -180,7 +179,7 @@ class SelfAttention(_Attention):
         """Return queries, keys and values [B, L, H, D] of tokens, and with_raw their keys without RoPE."""
         q, _ = self.turned("q", self.q(x), rope.queries, False)  # a norm finds its product in the GPU's cache
         k, raw_k = self.turned("k", self.k(x), rope.keys, with_raw)
-        return q, k, hook_point("v", self.site.layer, self.values(x)), *raw_k
+        return q, k, sites.hook_point("v", self.site.layer, self.values(x)), *raw_k
 
     def turned(
         self, name: str, projected: Tensor, rope: tuple[Tensor, Tensor], with_raw: bool
@@ -189,15 +188,15 @@ class SelfAttention(_Attention):
         norm, layer = getattr(self, f"norm_{name}"), self.site.layer
         # 1. Norm and RoPE in one kernel: all that a plain rollout needs.
         rotated = norm(projected, rope)
-        if not with_raw and not wanted(name, layer):
-            return hook_point(f"{name}_rot", layer, rotated), ()
+        if not with_raw and not sites.wanted(name, layer):
+            return sites.hook_point(f"{name}_rot", layer, rotated), ()
         # 2. The same without RoPE, for policies that move keys and for watchers, who may change it.
         plain = norm(projected)
-        raw = hook_point(name, layer, plain)
+        raw = sites.hook_point(name, layer, plain)
         # 3. Rotate again only what was changed: another kernel would give other bits.
-        if is_changed(raw, plain):
+        if sites.is_changed(raw, plain):
             rotated = rotate(raw, *rope)
-        rotated = hook_point(f"{name}_rot", layer, rotated)
+        rotated = sites.hook_point(f"{name}_rot", layer, rotated)
         if with_raw:
             return rotated, (raw,)
         return rotated, ()
@@ -234,7 +233,7 @@ class CrossAttention(_Attention):
 
     def forward(self, x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = (
-            hook_point(f"cross_{name}", self.site.layer, part)
+            sites.hook_point(f"cross_{name}", self.site.layer, part)
             for name, part in zip("qkv", (self.norm_q(self.q(x)), *text), strict=True)
         )
         return self.o(attention(q, k, v, self.site).flatten(2))
@@ -276,12 +275,12 @@ class Block(nn.Module):
         text are its keys and values, [B, n, H, D] each.
         """
         # 1. Shift, scale and gate of both sublayers (AdaLN-zero of DiT, arXiv 2212.09748).
-        x = hook_point("resid_pre", self.layer, x)
+        x = sites.hook_point("resid_pre", self.layer, x)
         attend, feed = self.modulations(time)
-        if watchers() and is_shown("mod_shift", "mod_scale", "mod_gate"):
+        if sites.watchers() and sites.is_shown("mod_shift", "mod_scale", "mod_gate"):
             # Watchers see self-attention's and the FFN's rows as one tensor [B, F or 1, 2, dim].
             rows = [
-                hook_point(f"mod_{name}", self.layer, torch.stack(pair, 2)).unbind(2)
+                sites.hook_point(f"mod_{name}", self.layer, torch.stack(pair, 2)).unbind(2)
                 for name, *pair in zip(Modulation._fields, attend, feed, strict=True)
             ]
             attend, feed = (Modulation(*parts) for parts in zip(*rows, strict=True))
@@ -289,7 +288,7 @@ class Block(nn.Module):
         normed = modulated_norm(x, attend.scale, attend.shift, self.eps)
         seen = self.self_attn(normed, rope, kv_cache, mask, layout)
         x, fed = self.feed(x, seen, attend, feed, text)
-        return hook_point("resid_post", self.layer, gated_add(x, fed, feed.gate))
+        return sites.hook_point("resid_post", self.layer, gated_add(x, fed, feed.gate))
 
     def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
         """Return the modulations of self-attention and of the FFN, each [B, F or 1, dim]."""
@@ -300,11 +299,11 @@ class Block(nn.Module):
         self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the FFN's output before the last gated add, [B, L, dim] each."""
-        seen = hook_point("attn_out", self.layer, seen)
+        seen = sites.hook_point("attn_out", self.layer, seen)
         x, normed = self.add_norm("resid_mid", x, seen, attend.gate, None)
-        crossed = hook_point("cross_out", self.layer, self.cross_attn(normed, text))
+        crossed = sites.hook_point("cross_out", self.layer, self.cross_attn(normed, text))
         x, normed = self.add_norm("resid_cross", x, crossed, None, feed)
-        return x, hook_point("mlp_out", self.layer, self.ffn(normed))
+        return x, sites.hook_point("mlp_out", self.layer, self.ffn(normed))
 
     def add_norm(
         self, site: str, x: Tensor, y: Tensor, gate: Tensor | None, feed: Modulation | None
@@ -318,15 +317,15 @@ class Block(nn.Module):
             if feed is not None:
                 how = (feed.scale, feed.shift, self.eps)
             added, normed = kernels.add_norm(x, y, gate, *how)
-            total = hook_point(site, self.layer, added)
+            total = sites.hook_point(site, self.layer, added)
             if total is added:
                 return total, normed
             if not total.requires_grad:
                 return total, kernels.add_norm(total, torch.zeros_like(total), None, *how)[1]
         elif gate is None:
-            total = hook_point(site, self.layer, x + y)
+            total = sites.hook_point(site, self.layer, x + y)
         else:
-            total = hook_point(site, self.layer, gated_add(x, y, gate))
+            total = sites.hook_point(site, self.layer, gated_add(x, y, gate))
         if feed is None:
             return total, self.norm3(total)
         return total, modulated_norm(total, feed.scale, feed.shift, self.eps)
@@ -538,9 +537,9 @@ class CausalWanModel(WanModel):
                 frames = kv_cache.newest
         if t.ndim < 2:
             t = t.expand(x.shape[0])[:, None]  # [B, F or 1]
-        x = hook_point("x_t", None, x)  # [B, F, C, h, w]; convolutions want [B, C, F, h, w]
+        x = sites.hook_point("x_t", None, x)  # [B, F, C, h, w]; convolutions want [B, C, F, h, w]
         flow = self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask)
-        return hook_point("flow", None, flow.transpose(1, 2))
+        return sites.hook_point("flow", None, flow.transpose(1, 2))
 
     def new_kv_cache(
         self,
@@ -548,9 +547,9 @@ class CausalWanModel(WanModel):
         num_frames: int,
         height: int,
         width: int,
-        policy: CachePolicy,
+        policy: cache.CachePolicy,
         block_size: int = 3,
-    ) -> AnyCache:
+    ) -> cache.AnyCache:
         """Return an empty cache for num_frames latent frames of height x width in blocks of block_size."""
         config, device, shard = self.config, self.device, self.head_shard
         _, patch_h, patch_w = config.patch_size
@@ -559,7 +558,7 @@ class CausalWanModel(WanModel):
         if shard:
             num_heads = len(shard.heads)
 
-        sizes = CacheSizes(
+        sizes = cache.CacheSizes(
             num_heads=[num_heads] * config.num_layers,
             head_dim=config.head_dim,
             tokens_per_frame=config.tokens_per_frame(height, width),

@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wan import cache, sites
 from wan.blocks import block_ranges, block_sizes, steps_of_blocks
-from wan.cache import CachePolicy, Full, How, PromptSwitch, Text, apply_switch, of_window
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
 from wan.noise import Noise, TensorNoise, check_frames
-from wan.sites import Pass, RolloutSizes, check_watchers, during, hook_point
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
 SIGMA_MAX = 0.999  # where UniPC starts, before the shift
@@ -147,7 +146,7 @@ class CausalInferencePipeline:
         context_noise: int = 0,
         text_encoder=None,
         vae=None,
-        cache_policy: CachePolicy | None = None,
+        cache_policy: cache.CachePolicy | None = None,
         first_block_steps: Sequence[int] | None = None,
         recompute_context: int = 0,
         solver: str = "fresh_noise",
@@ -175,8 +174,8 @@ class CausalInferencePipeline:
         self.pass_timesteps = [*self.timesteps, float(context_noise)]  # the clean pass last
         self.recompute_context = recompute_context
         if cache_policy is None and model.local_attn_size != -1:
-            cache_policy = of_window(model.local_attn_size, model.sink_size)
-        self.cache_policy = cache_policy or Full()
+            cache_policy = cache.of_window(model.local_attn_size, model.sink_size)
+        self.cache_policy = cache_policy or cache.Full()
         sizes = [num_frame_per_block]
         if independent_first_frame:
             sizes.append(1)
@@ -184,7 +183,7 @@ class CausalInferencePipeline:
         if recompute_context:
             self.cache_policy.check_recompute(recompute_context, num_frame_per_block)
 
-    def at(self, block: int, frames: range, step: int | None, num_held: int = 0) -> Pass:
+    def at(self, block: int, frames: range, step: int | None, num_held: int = 0) -> sites.Pass:
         """Announce a pass; None, where the cache is computed again, has the clean pass's timestep.
 
         Of its frames the first num_held are at t = 0.
@@ -197,7 +196,7 @@ class CausalInferencePipeline:
         if num_held:
             levels += [(frame, 0.0) for frame in frames[:num_held]]
             levels += [(frame, timestep) for frame in frames[num_held:]]
-        return Pass(
+        return sites.Pass(
             query_frames=tuple(frames),
             block=block,
             step=step,
@@ -219,7 +218,7 @@ class CausalInferencePipeline:
         generator: torch.Generator | None = None,
         on_pass: Callable[[], None] | None = None,
         on_block: Callable[[int, Tensor], None] | None = None,
-        prompt_schedule: Sequence[PromptSwitch] = (),
+        prompt_schedule: Sequence[cache.PromptSwitch] = (),
         probe: Probe | None = None,
     ):
         """Generate as many frames as noise [B, F, C, h, w] has -> video or None, latents [B, G + F, C, h, w].
@@ -269,7 +268,7 @@ class CausalInferencePipeline:
         num_given: int = 0,
         given: Callable[[range], Tensor] | None = None,
         resumes: bool = False,
-        prompt_schedule: Sequence[PromptSwitch] = (),
+        prompt_schedule: Sequence[cache.PromptSwitch] = (),
         on_pass: Callable[[], None] | None = None,
         probe: Probe | None = None,
     ) -> Iterator[tuple[range, Tensor]]:
@@ -295,7 +294,7 @@ class CausalInferencePipeline:
             if not noise.is_repeatable or policy.chooses_by_layer or policy.release:
                 remedy = "take noise that is drawn again (renoise), and cache_policy full or window"
                 raise ConfigError(f"a probe would change noise or cache ({policy.name}); {remedy}")
-        check_watchers(self.sizes(num_frames, num_given, resumes))
+        sites.check_watchers(self.sizes(num_frames, num_given, resumes))
         video = Rollout(
             self,
             noise,
@@ -346,12 +345,12 @@ class CausalInferencePipeline:
             raise ConfigError("give prompt_embeds, or text_prompts and a text_encoder")
         return self.text_encoder(text_prompts)
 
-    def sizes(self, num_frames: int, num_given: int = 0, resumes: bool = False) -> RolloutSizes:
+    def sizes(self, num_frames: int, num_given: int = 0, resumes: bool = False) -> sites.RolloutSizes:
         """Return how many layers, heads, blocks and passes a rollout has."""
         config, blocks = self.model.config, self.block_ranges(num_given, num_frames)
         last_steps = [self.later_steps[-1]] * len(blocks)
         last_steps[first_denoised(blocks, num_given, resumes)] = self.first_steps[-1]
-        return RolloutSizes(
+        return sites.RolloutSizes(
             num_layers=config.num_layers,
             num_heads=config.num_heads,
             text_len=config.text_len,
@@ -387,7 +386,7 @@ class Rollout:
         *,
         num_frames: int,
         first_block: int,
-        prompt_schedule: Sequence[PromptSwitch],
+        prompt_schedule: Sequence[cache.PromptSwitch],
         on_pass: Callable[[], None] | None,
     ):
         self.pipeline, self.model, self.noise, self.on_pass = pipeline, pipeline.model, noise, on_pass
@@ -406,7 +405,7 @@ class Rollout:
         """Put the block's frames into the cache; before that, change the prompt where a switch says so."""
         # 1. A new prompt: its cross-attention keys and values take the place of the old ones.
         switch = self.switches.get(frames.start)
-        how: How = "keep"
+        how: cache.How = "keep"
         if switch:
             how, embeds = switch.how, switch.prompt_embeds
             if embeds is None:
@@ -419,9 +418,9 @@ class Rollout:
         # 2. What the policy makes of the past under it, and how many of its frames are computed again.
         again = 0
         if switch or self.context:
-            remembered, again = apply_switch(self.kv_cache, how, len(self.past), self.context)
+            remembered, again = cache.apply_switch(self.kv_cache, how, len(self.past), self.context)
             del self.past[: len(self.past) - remembered]
-        text: Text = self.text
+        text: cache.Text = self.text
         if self.model.head_shard:
             text = self.model.head_shard.of_text(text)
         if again:
@@ -453,20 +452,20 @@ class Rollout:
             # 1. Predict the clean block.
             at, whole = self.pipeline.at(block, frames, step, num_held), behind(clean, x)
             x0 = flow_to_x0(self.predict_flow(whole, at), whole, sigmas[number], num_held)
-            with during(at):
-                x0 = hook_point("x0", None, x0)
+            with sites.during(at):
+                x0 = sites.hook_point("x0", None, x0)
             # 2. Go back to the next, lower noise level.
             if number + 1 < len(steps):
                 x = solver.step(number, x, x0[:, num_held:])
         return x0
 
-    def predict_flow(self, x: Tensor, at: Pass) -> Tensor:
+    def predict_flow(self, x: Tensor, at: sites.Pass) -> Tensor:
         """Run the model once in a pass, announced to those who observe it."""
         self.kv_cache.begin_pass(at.is_clean_pass)
         t = x.new_full((), at.timestep, dtype=torch.float32)
         if at.levels:
             t = t.new_tensor([level for _, level in at.levels]).expand(len(x), -1)  # [B, n]
-        with during(at):
+        with sites.during(at):
             flow = self.model(x, t, self.text, self.kv_cache)
         if self.on_pass:
             self.on_pass()

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from wan.errors import ConfigError, require_known
+from wan import errors
 from wan.keys import HeadShard
 
 # Site -> axes. B batch, L tokens of the call, K keys that it sees, T prompt tokens, H heads, D head dim,
@@ -80,7 +80,7 @@ def call_hook(function: Callable[..., Any], x: Any, where: "ActivationSite") -> 
         or any(p.kind == p.VAR_POSITIONAL for p in parameters)
     )
     if not takes_where and not positional:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{where}: a function of (x, where), or of x, is called there; this one takes nothing"
         )
     if takes_where:
@@ -242,7 +242,7 @@ def remove(stack: ContextVar[tuple[Any, ...]], entry: Any) -> None:
     entries = stack.get()
     places = [n for n, other in enumerate(entries) if other is entry]
     if not places:  # of a generator that another thread closes
-        raise ConfigError("a context was left in another thread or task than the one that entered it")
+        raise errors.ConfigError("a context was left in another thread or task than the one that entered it")
     stack.set(entries[: places[-1]] + entries[places[-1] + 1 :])
 
 
@@ -255,7 +255,7 @@ def require_running_generators() -> None:
         frame = frame.f_back
     suspended = [name for key, name in _GENERATORS.get() if key not in running]
     if suspended:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the generator {suspended[0]} is suspended inside intervene(), capture() or watched(), which "
             "would change or see this run: generate inside it, or close() it first"
         )
@@ -337,7 +337,7 @@ def require_no_data(edits: Iterable[Any], what: str) -> None:
     """Raise ConfigError for an edit that needs more than the run itself, which these runs cannot give it."""
     for edit in edits:
         if edit.needs:
-            raise ConfigError(f"{what} take no edit that needs {edit.needs}: {edit}")
+            raise errors.ConfigError(f"{what} take no edit that needs {edit.needs}: {edit}")
 
 
 def active_edits(model: int | None = None) -> list[Any]:
@@ -349,7 +349,7 @@ def announced_pass() -> Pass:
     """Return the present pass, which a pipeline announces; ConfigError outside of one."""
     at = _PASS.get()
     if at is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             "captures and edits need the pass of each call: run the model through the "
             "pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
         )
@@ -413,7 +413,7 @@ def asks_for(chosen: Any, layer: int | None, at: Pass) -> bool:
 
 def check_site(name: Any) -> str:
     """Return the name of a site. ConfigError for others, with the nearest."""
-    require_known(name, SITES, "{} is no site")
+    errors.require_known(name, SITES, "{} is no site")
     return str(name)
 
 
@@ -422,14 +422,16 @@ def check_sites(sites: Collection[str], sizes: "RolloutSizes") -> None:
     lost = sorted(set(sites) - WHOLE_ON_EACH_GPU)
     if sizes.splits_tokens and lost:
         whole = ", ".join(sorted(WHOLE_ON_EACH_GPU - {*CALLS}))
-        raise ConfigError(f"several GPUs share the tokens of {lost[0]}: take one GPU, or one of {whole}")
+        raise errors.ConfigError(
+            f"several GPUs share the tokens of {lost[0]}: take one GPU, or one of {whole}"
+        )
 
 
 def check_indices(name: str, chosen: Collection[int] | None, count: int | None) -> None:
     """Raise ConfigError for a chosen index that is not in 0..count - 1."""
     for index in chosen or ():
         if count is not None and not 0 <= index < count:
-            raise ConfigError(f"{name} {index} is not in 0..{count - 1}")
+            raise errors.ConfigError(f"{name} {index} is not in 0..{count - 1}")
 
 
 @dataclass(frozen=True)

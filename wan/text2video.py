@@ -7,9 +7,9 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
+from wan import sites
 from wan.config import BaseSampling
 from wan.model import TextKeysValues, WanModel
-from wan.sites import Pass, RolloutSizes, check_watchers, during
 
 SIGMA_MAX = 0.999  # where the native solver starts, before the shift; diffusers' own default would start at 1
 
@@ -54,8 +54,8 @@ class TextToVideoPipeline:
         solver, timesteps = self.solver(), self.pass_timesteps
         frames = tuple(range(noise.shape[1]))
         config = self.model.config
-        check_watchers(
-            RolloutSizes(
+        sites.check_watchers(
+            sites.RolloutSizes(
                 num_layers=config.num_layers,
                 num_heads=config.num_heads,
                 text_len=config.text_len,
@@ -68,8 +68,8 @@ class TextToVideoPipeline:
 
         def predict_flow(x: Tensor, step: int, text: TextKeysValues, branch: str) -> Tensor:
             t = x.new_full((x.shape[0], 1), timesteps[step])  # [B, 1]
-            at = Pass(query_frames=frames, step=step, timestep=timesteps[step], branch=branch)
-            with during(at):
+            at = sites.Pass(query_frames=frames, step=step, timestep=timesteps[step], branch=branch)
+            with sites.during(at):
                 return self.model.flow(x, t, text, frames=range(len(frames))).float()
 
         # The solver works on [B, C, F, h, w] in float32, as Wan's own does.

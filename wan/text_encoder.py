@@ -10,8 +10,7 @@ import ftfy
 import torch
 from torch import Tensor, nn
 
-from wan import checkpoint
-from wan.errors import CheckpointError, library_reads, short_repr
+from wan import checkpoint, errors
 
 if TYPE_CHECKING:  # takes a second to import: only where a prompt is encoded
     from transformers import UMT5EncoderModel
@@ -37,9 +36,9 @@ class TextEncoder(nn.Module):
 
         # 1. The tokenizer.
         weights, folder = checkpoint.encoder_files(ckpt_dir)
-        with library_reads(f"the tokenizer {folder}", CheckpointError, "get it again"):
+        with errors.library_reads(f"the tokenizer {folder}", errors.CheckpointError, "get it again"):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        with library_reads(f"the text encoder of {ckpt_dir}", CheckpointError, "get it again"):
+        with errors.library_reads(f"the text encoder of {ckpt_dir}", errors.CheckpointError, "get it again"):
             # 2. The encoder without weights.
             with torch.device("meta"):
                 encoder = UMT5EncoderModel(UMT5Config.from_dict(checkpoint.encoder_config(ckpt_dir)))
@@ -55,7 +54,9 @@ class TextEncoder(nn.Module):
 
     def tokenize(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask, [B, text_len] each. Warn where a prompt is longer, with what was cut."""
-        with library_reads("the prompt with this tokenizer", CheckpointError, "get the tokenizer again"):
+        with errors.library_reads(
+            "the prompt with this tokenizer", errors.CheckpointError, "get the tokenizer again"
+        ):
             # As Wan2.1 does: mend broken unicode, unescape HTML twice, collapse white space
             mended = [html.unescape(html.unescape(ftfy.fix_text(prompt))) for prompt in prompts]
             texts = [" ".join(text.split()) for text in mended]
@@ -64,7 +65,7 @@ class TextEncoder(nn.Module):
                 if len(ids) > self.text_len:
                     cut = self.tokenizer.decode(ids[self.text_len - 1 :], skip_special_tokens=True)
                     read = f"the prompt has {len(ids)} tokens, the model reads {self.text_len}"
-                    warnings.warn(f"{read}; cut: {short_repr(cut, 300)}", stacklevel=2)
+                    warnings.warn(f"{read}; cut: {errors.short_repr(cut, 300)}", stacklevel=2)
             batch = self.tokenizer(
                 texts, padding="max_length", truncation=True, max_length=self.text_len, return_tensors="pt"
             )
@@ -79,7 +80,7 @@ class TextEncoder(nn.Module):
     def forward(self, prompts: Sequence[str]) -> Tensor:
         """Return states [B, text_len, text_dim]; rows past a prompt's end are zero."""
         ids, mask = (x.to(self.encoder.device) for x in self.tokenize(prompts))  # [B, text_len]
-        with library_reads("the text encoder's config", CheckpointError, "get it again"):
+        with errors.library_reads("the text encoder's config", errors.CheckpointError, "get it again"):
             states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         # Wan was trained with zeros behind the prompt, not with umT5's states of padding.
         return states * mask[..., None].to(states.dtype)

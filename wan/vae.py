@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from wan import checkpoint
-from wan.errors import CheckpointError, library_reads
+from wan import checkpoint, errors
 from wan.files import read_json, read_weights_file, require_file
 from wan.kernels import vae_kernels
 
@@ -84,7 +83,7 @@ class VAE(nn.Module):
         given.
         """
         AutoencoderKLWan = diffusers_vae().AutoencoderKLWan
-        with library_reads(f"the VAE of {ckpt_dir}", CheckpointError, "get it again"):
+        with errors.library_reads(f"the VAE of {ckpt_dir}", errors.CheckpointError, "get it again"):
             path = checkpoint.part_file(ckpt_dir, "vae")
             with torch.device("meta"):
                 if checkpoint.is_native(ckpt_dir):
@@ -93,7 +92,7 @@ class VAE(nn.Module):
                     vae = AutoencoderKLWan(**sizes)  # whose defaults are Wan2.1's
                 else:
                     vae = AutoencoderKLWan.from_config(
-                        read_json(path.with_name("config.json"), CheckpointError)
+                        read_json(path.with_name("config.json"), errors.CheckpointError)
                     )
             checkpoint.assign(vae, checkpoint.read_part(ckpt_dir, "vae"), path, dtype, device)
             if torch.device(device).type == "cpu":

@@ -14,7 +14,7 @@ from experiments.analysis.stats import mean_without_nan
 from experiments.caches.files import CacheError
 from experiments.caches.formats import as_cache
 from experiments.caches.view import Caption, Profiles, noise_label, subtitle
-from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges, video_to_latent_frame
+from wan import blocks
 from wan.errors import require_known
 
 NO_SLOT, CHOSEN, EMPTY, AVERAGE = -9, -3, -2, -1  # codes of slot_frame beside frames
@@ -73,7 +73,7 @@ def key_columns(atlas: dict, layer: int, step: int | None, quantity: str, axis="
     require_known(axis, AXES, "KEY_AXIS is {}", CacheError)
     # 1. Slots of the last block that was done, and their values [H, slots], mean over its queries
     i, block = atlas["layers"].index(layer), as_cache(atlas).done - 1
-    queries = list(block_ranges(list(atlas["block_sizes"]))[block])
+    queries = list(blocks.block_ranges(list(atlas["block_sizes"]))[block])
     frames, positions = (rows[block] for rows in slots_of(atlas, i))
     count = int((frames != NO_SLOT).sum())
     frames, positions = frames[:count], positions[:count]
@@ -114,7 +114,7 @@ def position_matrix(
     matrix = np.full((*by_slot.shape[:2], count), np.nan, np.float32)
     # Slots at one position: shares of mass add, logits do not
     reduce = np.mean if quantity == "mean_logit" else np.sum
-    for block, queries in enumerate(block_ranges(list(atlas["block_sizes"]))[: as_cache(atlas).done]):
+    for block, queries in enumerate(blocks.block_ranges(list(atlas["block_sizes"]))[: as_cache(atlas).done]):
         for position in {int(p) for p in positions[block] if p >= 0}:
             values = by_slot[:, list(queries)][:, :, positions[block] == position]
             matrix[:, list(queries), position] = reduce(values, 2)
@@ -153,7 +153,7 @@ def _slot_values(atlas: dict, i: int, step: int | None, quantity: str) -> np.nda
     frames, _ = slots_of(atlas, i)
     # [H, F, F] -> [H, F, slots], block by block
     by_slot = np.full((*by_frame.shape[:2], frames.shape[1]), np.nan, np.float32)
-    for block, queries in enumerate(block_ranges(list(atlas["block_sizes"]))):
+    for block, queries in enumerate(blocks.block_ranges(list(atlas["block_sizes"]))):
         slots, rows = np.flatnonzero(frames[block] >= 0), np.array(queries)[:, None]
         by_slot[:, rows, slots] = by_frame[:, rows, frames[block][slots]]
     return by_slot
@@ -204,10 +204,10 @@ def choose_view(
         use_video = "orig_num_frames" in cache
     if not use_video:
         return FrameView("latent", np.arange(F))
-    stride = stride or cache.get("vae_stride_t", VIDEO_FRAMES_PER_LATENT)
+    stride = stride or cache.get("vae_stride_t", blocks.VIDEO_FRAMES_PER_LATENT)
     n = num_video_frames or cache.get("orig_num_frames", 1 + stride * (F - 1))
     # The first video frame is a latent one alone, then groups of stride (Wan2.1: 4)
-    latent = np.array([video_to_latent_frame(i, stride) for i in range(n)])
+    latent = np.array([blocks.video_to_latent_frame(i, stride) for i in range(n)])
     if latent[-1] + 1 != F:
         fits = f"ORIG_NUM_FRAMES may be {max(1, 2 + stride * (F - 2))}..{1 + stride * (F - 1)}"
         raise CacheError(f"{n} video frames are {latent[-1] + 1} latent ones, but this cache has {F}; {fits}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analysis.stats import bootstrap, sign_flip_p
+from experiments.analysis import stats
 from experiments.caches.files import Record
 from wan.errors import ConfigError
 
@@ -294,13 +294,13 @@ def policy_rows(videos: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for name in measures
         }
         row: Record = {"policy": label}
-        row |= {name: str(bootstrap(of_prompts)) for name, of_prompts in values.items()}
+        row |= {name: str(stats.bootstrap(of_prompts)) for name, of_prompts in values.items()}
         primary = values[measures[0]]
         if not rows:
             first_label, first = label, primary
         else:
-            row[f"less {first_label}"] = str(bootstrap(primary - first))
-            row["p"] = sign_flip_p(primary - first)
+            row[f"less {first_label}"] = str(stats.bootstrap(primary - first))
+            row["p"] = stats.sign_flip_p(primary - first)
         rows.append(row)
     return rows
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from experiments.analysis import stats, taxonomy
 from experiments.analysis.first_frame import context_sign_rate, first_frame_effect
 from experiments.analysis.measures import first_frame_mass
 from experiments.analysis.panels import HeadMap
-from experiments.analysis.stats import Interval, head_correlation
-from experiments.analysis.taxonomy import ABSENT, KINDS, Thresholds, kinds
-from experiments.caches import load_cache
-from experiments.caches.view import edits_in_words, open_profiles
+from experiments.analysis.taxonomy import kinds
+from experiments.caches import load_cache, view
 
 QUESTIONS = {name: name for name in ("background", "shape", "direction", "landmark")}  # of the tracker
 QUESTIONS |= {"color": "colour", "crossing": "paths cross", "hides": "it hides"}
@@ -77,7 +76,7 @@ class HeadStudy:
                 maps.append(HeadMap(name, name, "share", "sequential", values))
         return maps
 
-    def correlations(self) -> dict[str, tuple[Interval, Interval]]:
+    def correlations(self) -> dict[str, tuple[stats.Interval, stats.Interval]]:
         """ρ of every measure with the effect, and partial ρ given layer and ‖z‖."""
         # Deeper layers have larger effects and other attention: what is left beside layer and norm counts.
         layer = np.broadcast_to(np.arange(len(self.layers))[:, None], self.effect.shape)
@@ -85,7 +84,10 @@ class HeadStudy:
         if self.norms is not None:
             controls.append(self.norms)
         return {
-            name: (head_correlation(self.effects, values), head_correlation(self.effects, values, controls))
+            name: (
+                stats.head_correlation(self.effects, values),
+                stats.head_correlation(self.effects, values, controls),
+            )
             for name, values in self.measures.items()
         }
 
@@ -102,7 +104,7 @@ def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> Hea
     per_run = np.nanmean(cache["effects"].numpy(), -1)  # [R, N, H]
     names = {"frame_control": "On a random frame", "head_control": "On another head"}
     return HeadStudy(
-        edits_in_words(cache["interventions"]),
+        view.edits_in_words(cache["interventions"]),
         cache["layers"],
         np.stack([per_run[prompts == prompt].mean(0) for prompt in dict.fromkeys(cache["prompts"])]),
         float(np.nanmean(cache["floor"].numpy())),
@@ -122,7 +124,7 @@ def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.
     if not same or "interventions" in cache or "frame_mass" not in cache:
         return {}, None
     # 1. Shares of mass, [N, H]
-    mass = open_profiles(cache, quantity="mass")
+    mass = view.open_profiles(cache, quantity="mass")
     profile, context = mass.profiles(), mass.context_frames
     of_past = profile[..., list(context)]
     past = np.where(np.isnan(of_past).all(-1), np.nan, np.nansum(of_past, -1))
@@ -130,10 +132,10 @@ def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.
     if "frame_logits" not in cache:
         return measures, None
     # 2. What needs logits
-    logits = open_profiles(cache, quantity="mean_logit")
+    logits = view.open_profiles(cache, quantity="mean_logit")
     matrices = logits.frame_matrices()
     if matrices is not None:
         measures = {S: first_frame_effect(matrices, logits.block_sizes).effect} | measures
-    names = {**KINDS, ABSENT: "no kind"}
-    labels = kinds(context_sign_rate(logits), Thresholds())
+    names = {**taxonomy.KINDS, taxonomy.ABSENT: "no kind"}
+    labels = kinds(context_sign_rate(logits), taxonomy.Thresholds())
     return measures, np.vectorize(names.__getitem__, otypes=[object])(labels)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.stats import RESOLUTION, mean_without_nan, pearson, varying
+from experiments.analysis import stats
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles
 
@@ -77,8 +77,8 @@ def first_frame_effect(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstF
         error = np.sqrt(residual / freedom / size)
         # R² is of what differs within a query's row: softmax ignores its mean
         within = y - cells.rows @ ((cells.rows.T @ y) / cells.rows.sum(0)[:, None])
-        r_squared = 1 - residual / varying(within.T, y.T, RESOLUTION)
-        partial_r_squared = size * effect**2 / varying(rest.T, y.T, RESOLUTION)
+        r_squared = 1 - residual / stats.varying(within.T, y.T, stats.RESOLUTION)
+        partial_r_squared = size * effect**2 / stats.varying(rest.T, y.T, stats.RESOLUTION)
         return np.where(identified, np.stack([effect, error, r_squared, partial_r_squared]), np.nan)
 
     return FirstFrameEffect(*_of_heads(fit, matrix, context_cells(block_sizes), 4))
@@ -162,13 +162,13 @@ def _of_heads(
 def excess_by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
     """A[d, 0] minus the mean over k >= 1 of A[k+d, k] of context cells: [..., F, F] -> [..., F] by d."""
     A = np.where(context_cells(block_sizes), np.asarray(matrix, np.float64), np.nan)
-    others = [mean_without_nan(np.diagonal(A, -d, -2, -1)[..., 1:]) for d in range(A.shape[-1])]
+    others = [stats.mean_without_nan(np.diagonal(A, -d, -2, -1)[..., 1:]) for d in range(A.shape[-1])]
     return A[..., 0] - np.stack(others, -1)
 
 
 def equal_distance_excess(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
     """Mean over distances of excess_by_distance [...]: what depends on distance alone cancels."""
-    return mean_without_nan(excess_by_distance(matrix, block_sizes))
+    return stats.mean_without_nan(excess_by_distance(matrix, block_sizes))
 
 
 def matrices(view: Profiles) -> np.ndarray:
@@ -181,7 +181,7 @@ def matrices(view: Profiles) -> np.ndarray:
 
 def sign_rate(values: np.ndarray) -> np.ndarray:
     """Share of positive logits over the last axis of [..., cells], without NaN."""
-    return mean_without_nan(np.where(np.isnan(values), np.nan, values > 0))
+    return stats.mean_without_nan(np.where(np.isnan(values), np.nan, values > 0))
 
 
 def context_sign_rate(view: Profiles) -> np.ndarray:
@@ -218,7 +218,7 @@ class FirstFrame(NamedTuple):
     def summary(self, threshold: float = 2.0) -> dict[str, float | int]:
         """Mean and median of s, heads above a threshold and above all placebos, first contrasts."""
         s = self.fit.effect[np.isfinite(self.fit.effect)]
-        c = mean_without_nan(self.contrasts.reshape(-1, self.contrasts.shape[-1]).T)
+        c = stats.mean_without_nan(self.contrasts.reshape(-1, self.contrasts.shape[-1]).T)
         return {
             "mean of s": float(s.mean()),
             "median of s": float(np.median(s)),
@@ -258,7 +258,7 @@ def pass_rows(effects: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
         {
             "pass": name,
             "mean of s": np.nanmean(s),
-            "r with the first pass": pearson(s[is_finite], first[is_finite]),
+            "r with the first pass": stats.pearson(s[is_finite], first[is_finite]),
         }
         for name, s in effects.items()
     ]

@@ -10,21 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.first_frame import (
-    NO_CONTEXT,
-    NO_LOGITS,
-    NO_MASS,
-    NO_MATRIX,
-    NOT_IDENTIFIED,
-    FirstFrameEffect,
-    context_sign_rate,
-    equal_distance_excess,
-    first_frame_effect,
-    matrices,
-)
+from experiments.analysis import first_frame, stats
+from experiments.analysis.first_frame import equal_distance_excess, first_frame_effect, matrices
 from experiments.analysis.panels import ALL_QUERIES, HeadMap, HeadPanel, rows_of
-from experiments.analysis.stats import RESOLUTION, mean_without_nan, varying
-from experiments.caches.files import CacheError, Record
+from experiments.caches import files
 from experiments.caches.formats import as_cache
 from experiments.caches.view import Profiles, open_profiles
 
@@ -57,7 +46,7 @@ class HeadStatistics(NamedTuple):
     def rows(self) -> list[dict[str, Any]]:
         """A row per head of statistics [H]; the last column marks those that earlier work called sinks."""
         names = ("first", "middle", "last", "first − middle", "first / middle", "first − last", "max at")
-        columns: Record = {"head": range(len(self.first)), **dict(zip(names, self, strict=False))}
+        columns: files.Record = {"head": range(len(self.first)), **dict(zip(names, self, strict=False))}
         columns |= {"(max − min) / |mean|": self.spread, "sink": ["×" * int(c) for c in self.called_sinks]}
         return rows_of(columns)
 
@@ -65,7 +54,7 @@ class HeadStatistics(NamedTuple):
 def head_statistics(profile: np.ndarray) -> HeadStatistics:
     """Compute older scores of profiles A [..., F] without NaN; middle holds frames of the own block too."""
     A = np.asarray(profile, np.float64)
-    first, last, middle = A[..., 0], A[..., -1], mean_without_nan(A[..., 1:-1])
+    first, last, middle = A[..., 0], A[..., -1], stats.mean_without_nan(A[..., 1:-1])
     attended = ~np.isnan(A)
     highest = np.where(attended, A, -np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -80,7 +69,7 @@ def head_statistics(profile: np.ndarray) -> HeadStatistics:
             ratio=np.where((first > 0) & (middle > 0) & ~near_zero, first / middle, np.nan),
             first_minus_last=first - last,
             max_frame=np.where(attended.any(-1), highest.argmax(-1), -1),
-            spread=np.where(attended.any(-1), spread, np.nan) / np.abs(mean_without_nan(A)),
+            spread=np.where(attended.any(-1), spread, np.nan) / np.abs(stats.mean_without_nan(A)),
         )
 
 
@@ -102,7 +91,7 @@ def layer_rows(view: Profiles) -> list[dict[str, Any]]:
 def first_minus_context(profile: np.ndarray, context: Sequence[int]) -> np.ndarray:
     """A[0] - mean of A[f] over the context frames f > 0 of profiles [..., F] -> [...]."""
     A = np.asarray(profile, np.float64)
-    return A[..., 0] - mean_without_nan(A[..., [f for f in context if f > 0]])
+    return A[..., 0] - stats.mean_without_nan(A[..., [f for f in context if f > 0]])
 
 
 def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -139,7 +128,7 @@ def _waves(
     turns = frequencies[:, None] * f
     bases = np.stack(np.broadcast_arrays(1.0, f, np.cos(turns), np.sin(turns)), -1)
     line = bases[0, :, :2]
-    of_line = varying(y - y @ np.linalg.pinv(line).T @ line.T, y, RESOLUTION)
+    of_line = stats.varying(y - y @ np.linalg.pinv(line).T @ line.T, y, stats.RESOLUTION)
     amplitude, rss = [], []
     for basis, inverse in zip(bases, np.linalg.pinv(bases), strict=True):
         coefficients = y @ inverse.T
@@ -180,7 +169,9 @@ class Measure(NamedTuple):
     of: Callable[[Profiles], np.ndarray]  # -> [N, H]
 
 
-def effect_of(view: Profiles, scale: Callable[[np.ndarray], np.ndarray] = np.asarray) -> FirstFrameEffect:
+def effect_of(
+    view: Profiles, scale: Callable[[np.ndarray], np.ndarray] = np.asarray
+) -> first_frame.FirstFrameEffect:
     """Fit the first-frame effect to the matrices of a view, on a scale such as np.log."""
     with np.errstate(divide="ignore"):
         return first_frame_effect(scale(matrices(view)), view.block_sizes)
@@ -205,7 +196,7 @@ MEASURES = (
         lambda view: effect_of(view).partial_r_squared),
     ROW("sign_rate", "positive context logits", "share of cells", "share", LOGIT, "context",
         "share of the frames of earlier blocks, over all queries, whose mean logit is positive",
-        context_sign_rate),
+        first_frame.context_sign_rate),
     ROW("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", LOGIT, "context",
         "half the height of the sine of RoPE's fastest temporal frequency that fits earlier frames best",
         lambda view: wave(view.profiles(), view.context_frames)[0]),
@@ -236,26 +227,26 @@ def open_quantity(cache: Mapping, step: int | None, quantity: str) -> Profiles |
         view = open_profiles(cache, step, quantity)
         view.frame_profile(view.layers[0])
         return view
-    except CacheError:
+    except files.CacheError:
         return None
 
 
 def measure_heads(logits: Profiles | None, mass: Profiles | None) -> list[HeadMap]:
     """Compute every measure [N, H]; those that a cache does not hold are None and say why."""
     maps = []
-    views = {LOGIT: (logits, NO_LOGITS), "mass": (mass, NO_MASS)}
+    views = {LOGIT: (logits, first_frame.NO_LOGITS), "mass": (mass, first_frame.NO_MASS)}
     whole = {q: view is not None and view.frame_matrices() is not None for q, (view, _) in views.items()}
     for m in MEASURES:
         (view, reason), values = views[m.quantity], None
         if view is not None:
             has_context = m.needs == "profile" or view.context_frames
-            reason = "" if has_context else NO_CONTEXT
+            reason = "" if has_context else first_frame.NO_CONTEXT
             if has_context and m.needs == "matrices" and not whole[m.quantity]:
-                reason = NO_MATRIX
+                reason = first_frame.NO_MATRIX
             values = None if reason else m.of(view)
         # The first-frame effect of a cache whose cells do not tell it is NaN for every head
         if values is not None and m.name in IDENTIFIED and not np.isfinite(values).any():
-            values, reason = None, NOT_IDENTIFIED
+            values, reason = None, first_frame.NOT_IDENTIFIED
         of_all_queries = whole[m.quantity] and (m.needs == "matrices" or m.name == "sign_rate")
         queries = ALL_QUERIES if of_all_queries else ""
         maps.append(HeadMap(m.name, m.title, m.unit, m.scale, values, reason, queries))
@@ -266,7 +257,7 @@ def measure_rows(maps: Sequence[HeadMap]) -> list[dict[str, Any]]:
     """A row per map: mean, median, range, heads that have it and heads above 2; or why it is absent."""
     rows = []
     for m in maps:
-        row: Record = {"measure": m.name, "unit": m.unit}
+        row: files.Record = {"measure": m.name, "unit": m.unit}
         v = np.empty(0) if m.values is None else m.values[np.isfinite(m.values)]
         if v.size:
             row |= {"mean": v.mean(), "median": np.median(v), "min": v.min(), "max": v.max(), "heads": v.size}
@@ -283,7 +274,7 @@ def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, 
     if view.quantity != LOGIT or not view.context_frames:
         return []
     measures = {m.title: m.values for m in measure_heads(view, None) if m.values is not None}
-    rows: list[Record] = []
+    rows: list[files.Record] = []
     # 1. The heads that are shown.
     for panel in panels:
         layer = view.layers.index(panel.layer)
@@ -291,7 +282,7 @@ def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, 
         rows.append(row | {title: values[layer, panel.head] for title, values in measures.items()})
     # 2. All heads: means, and how many are above the border of measures that have a sign.
     count = len(view.layers) * view.num_heads
-    mean = {title: mean_without_nan(values.reshape(-1)) for title, values in measures.items()}
+    mean = {title: stats.mean_without_nan(values.reshape(-1)) for title, values in measures.items()}
     rows.append({"heads": f"mean of all {count}"} | mean)
     above = {}
     for measure in MEASURES:

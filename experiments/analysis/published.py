@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.analysis import stats
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadPanel
-from experiments.analysis.stats import pearson, rms_difference
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, ranges
 from wan.errors import library_reads
@@ -156,7 +156,7 @@ def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[dict[str, Any]]:
         frames = compared_frames(view, curve)
         # [N, H, n] and [n]
         profiles, values = view.profiles()[..., frames], curve.values[frames]  # [N, H, n], [n]
-        r, rms = pearson(profiles, values), rms_difference(profiles, values)
+        r, rms = stats.pearson(profiles, values), stats.rms_difference(profiles, values)
         for i, head in np.ndindex(r.shape):
             place = {"layer": view.layers[i], "number": head, "pass": view.step}
             rows.append(place | {"r": float(r[i, head]), "RMS": float(rms[i, head])})
@@ -174,7 +174,9 @@ def add_reference(
         if curve is not None:
             frames = compared_frames(view, curve)
             pair = panel.profile[frames], curve.values[frames]
-            summary = f"r = {pearson(*pair):.3f}, RMS {rms_difference(*pair):.2f} over context frames"
+            summary = (
+                f"r = {stats.pearson(*pair):.3f}, RMS {stats.rms_difference(*pair):.2f} over context frames"
+            )
             summary += f" {ranges(frames)}"
             panel = panel._replace(reference=curve.values, clipped=curve.clipped, agreement=summary)
         compared.append(panel)

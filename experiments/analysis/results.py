@@ -10,7 +10,7 @@ import numpy as np
 import scipy  # scipy.stats is loaded by its first use
 from PIL import Image
 
-from experiments.analysis.stats import ENOUGH_PROMPTS, Interval, bootstrap, spearman
+from experiments.analysis import stats
 from experiments.caches.files import CacheError
 from wan.errors import library_reads
 from wan.files import read_json
@@ -59,15 +59,15 @@ class LongRollouts:
         with library_reads(f"{path}: results of long_rollouts", CacheError):
             return cls(report)
 
-    def interval(self, label: str, measure: str = PRIMARY) -> Interval:
+    def interval(self, label: str, measure: str = PRIMARY) -> stats.Interval:
         """A measure of a policy or control, mean over prompts."""
         return _interval(self.findings["policies"][label]["measures"][measure])
 
-    def intervals(self, measure: str = PRIMARY) -> dict[str, Interval]:
+    def intervals(self, measure: str = PRIMARY) -> dict[str, stats.Interval]:
         """A measure of the family, a user's own policies and the controls, by short names."""
         return {self.labels[label]: self.interval(label, measure) for label in [*self.family, *self.controls]}
 
-    def by_kind(self, *kinds: str) -> dict[str, dict[str, Interval]]:
+    def by_kind(self, *kinds: str) -> dict[str, dict[str, stats.Interval]]:
         """The primary measure over all scenes, and over each kind of scene, by short names."""
         labels, policies = [*self.family, *self.controls], self.findings["policies"]
         return {"all scenes": self.intervals()} | {
@@ -169,22 +169,22 @@ def read_strips(path: str | Path, results: str | Path) -> tuple[dict[str, np.nda
     return rows, report["seconds"], about + ", and this video"
 
 
-def read_effects(path: str | Path) -> tuple[dict[str, dict[int, Interval]], dict[int, float], str]:
+def read_effects(path: str | Path) -> tuple[dict[str, dict[int, stats.Interval]], dict[int, float], str]:
     """Read s by policy and length, the largest placebos under the whole past by length, and a subtitle."""
     report = read_report(path, "long_rollouts")
-    effects: dict[str, dict[int, Interval]] = {}
+    effects: dict[str, dict[int, stats.Interval]] = {}
     for row in report["rows"]:
         effects.setdefault(row["policy"], {})[row["num_frames"]] = _interval(row["effect"])
     whole = [row for row in report["rows"] if row["policy"] == "full" and row["largest_placebo"] is not None]
     weights, prompts = report["weights_sha256"][:9], report["prompts"]
     subtitle = f"pass 0 (t = 1000), mean of all heads, weights {weights}, {prompts} prompts"
-    if prompts < ENOUGH_PROMPTS:
-        subtitle += f"\nbands: bootstrap over prompts, of which a 95 % interval needs {ENOUGH_PROMPTS}"
+    if prompts < stats.ENOUGH_PROMPTS:
+        subtitle += f"\nbands: bootstrap over prompts, of which a 95 % interval needs {stats.ENOUGH_PROMPTS}"
     return effects, {row["num_frames"]: row["largest_placebo"] for row in whole}, subtitle
 
 
-def _interval(values: Sequence[float | None]) -> Interval:
-    return Interval(*np.array(values, float).tolist())  # None is NaN
+def _interval(values: Sequence[float | None]) -> stats.Interval:
+    return stats.Interval(*np.array(values, float).tolist())  # None is NaN
 
 
 # --- Memory of heads: how much of something is left when more and more heads lose their past
@@ -287,12 +287,12 @@ def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     rows = []
     for name, (score, effect) in attribution_pairs(report).items():
-        of_pairs = [spearman(a.ravel(), b.ravel()) for a, b in zip(score, effect, strict=True)]
+        of_pairs = [stats.spearman(a.ravel(), b.ravel()) for a, b in zip(score, effect, strict=True)]
         # Of the strongest heads of a pair: ρ, and whether scores name them. [pairs, heads], strongest first
         flat = [-np.abs(x.reshape(len(x), -1)) for x in (score, effect)]
         by_score, by_effect = (np.argsort(x, -1, kind="stable") for x in flat)
         strongest = by_effect[:, :STRONGEST]
-        of_strongest = spearman(
+        of_strongest = stats.spearman(
             *(np.take_along_axis(x.reshape(len(x), -1), strongest, 1) for x in (score, effect))
         )
         both = zip(by_score[:, :5], by_effect[:, :5], strict=True)
@@ -305,12 +305,12 @@ def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
             {
                 "compared": name,
                 "pairs": len(of_pairs),
-                "ρ of a pair": str(bootstrap(np.array(of_pairs))),
+                "ρ of a pair": str(stats.bootstrap(np.array(of_pairs))),
                 "least": min(of_pairs),
-                f"ρ of the {STRONGEST} strongest": str(bootstrap(of_strongest)),
+                f"ρ of the {STRONGEST} strongest": str(stats.bootstrap(of_strongest)),
                 "the first named": f"{(by_score[:, 0] == by_effect[:, 0]).mean():.0%}",
                 "of the first 5": f"{np.mean(fives):.0%}",
-                "ρ of the means": spearman(means[0].ravel(), means[1].ravel()),
+                "ρ of the means": stats.spearman(means[0].ravel(), means[1].ravel()),
                 "ranks apart": ", ".join(f"L{a}H{b} by {apart[a, b]:.0f}" for a, b in order),
             }
         )

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.analysis import panels, stats
 from experiments.analysis.first_frame import context_cells
-from experiments.analysis.panels import BlockPanel, HeadMap, HeadPanel, PartsPanel
-from experiments.analysis.stats import RESOLUTION, varying
 from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
 from wan.keys import time_frequencies
@@ -108,7 +107,7 @@ def fit_waves(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray
 def r_squared(curves: np.ndarray, fitted: np.ndarray) -> np.ndarray:
     """Return the share of the variance of curves [..., n] that fitted [..., n] explains; NaN of constants."""
     rest = ((curves - fitted) ** 2).sum(-1)
-    return 1 - rest / varying(curves - curves.mean(-1, keepdims=True), curves, RESOLUTION)
+    return 1 - rest / stats.varying(curves - curves.mean(-1, keepdims=True), curves, stats.RESOLUTION)
 
 
 def last_block_context(curves: np.ndarray, block_sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -153,7 +152,7 @@ def fit_matrix(
         penalty = np.diag([ridge * len(q)] * (2 * num_bands) + [0.0])
         coefficients = np.linalg.solve(predictors.T @ predictors + penalty, predictors.T @ target)
     rest = ((target - predictors @ coefficients) ** 2).sum(0)
-    explained = 1 - rest / varying(target.T, values, RESOLUTION)
+    explained = 1 - rest / stats.varying(target.T, values, stats.RESOLUTION)
     cosine, sine, s = np.split(coefficients.T.reshape(*shape, -1), [num_bands, 2 * num_bands], -1)
     waves = Waves(frequencies=np.asarray(frequencies), constant=np.zeros(shape), cosine=cosine, sine=sine)
     return MatrixFit(waves=waves, s=s[..., 0], r_squared_within_rows=explained.reshape(shape))
@@ -191,8 +190,8 @@ def split_first(
 
 
 def panels_of_view(
-    view: Profiles, heads: Sequence[HeadPanel]
-) -> tuple[dict[str, BlockPanel], dict[str, PartsPanel]]:
+    view: Profiles, heads: Sequence[panels.HeadPanel]
+) -> tuple[dict[str, panels.BlockPanel], dict[str, panels.PartsPanel]]:
     """Return both kinds of panels for some heads of a view; none without the whole past or known bands.
 
     The curves are of the block at queries 18–20, the paper's, and of those beside it.
@@ -206,17 +205,17 @@ def panels_of_view(
     fit, queries = fit_matrix(matrix, view.block_sizes, frequencies), block_ranges(list(view.block_sizes))
     splits = [split_first(matrix, view.block_sizes, fit, b) for b in range(2, len(queries))]
     starts, last = np.array([b.start for b in queries[2:]]), min(len(queries), 8)
-    by_block: dict[str, BlockPanel] = {}
-    parts: dict[str, PartsPanel] = {}
+    by_block: dict[str, panels.BlockPanel] = {}
+    parts: dict[str, panels.PartsPanel] = {}
     for panel in heads:
         at = view.layers.index(panel.layer), panel.head
         measured, predicted = np.transpose([(s.total[at], s.waves[at] + s.s[at]) for s in splits])
-        by_block[panel.label] = BlockPanel(starts, measured, predicted)
+        by_block[panel.label] = panels.BlockPanel(starts, measured, predicted)
         for block in queries[last - 3 : last]:
             row, waves = (x[at] for x in _mean_rows(matrix, block, fit))
             waves = waves + (row - waves - fit.s[at] * (np.arange(len(row)) == 0)).mean()
             name = f"{panel.label}, queries {block.start}–{block.stop - 1}"
-            parts[name] = PartsPanel(row, waves, float(fit.s[at]))
+            parts[name] = panels.PartsPanel(row, waves, float(fit.s[at]))
     return by_block, parts
 
 
@@ -227,17 +226,19 @@ def _mean_rows(matrix: np.ndarray, queries: range, fit: MatrixFit) -> tuple[np.n
     return row, fit.waves.at(distances.ravel()).reshape(*fit.s.shape, *distances.shape).mean(-2)
 
 
-def amplitude_maps(view: Profiles | None) -> list[HeadMap]:
+def amplitude_maps(view: Profiles | None) -> list[panels.HeadMap]:
     """Return amplitude [layers, H] of every band that fits into the context, and R²; or one absent map."""
     frequencies, title = np.empty(0), "R² of the waves"
     if view is not None:
         curves, distances = last_block_context(view.profiles(), view.block_sizes)
         frequencies = fitted_frequencies(view, len(distances))
     if not len(frequencies):
-        return [HeadMap("waves_r2", title, "", "share", None, "needs mean logits, context and known RoPE")]
+        return [
+            panels.HeadMap("waves_r2", title, "", "share", None, "needs mean logits, context and known RoPE")
+        ]
     waves = fit_waves(curves, distances, frequencies)
     maps = [
-        HeadMap(f"amplitude_{b}", f"amplitude, period {2 * np.pi / w:.1f}", "logits", "sequential", a)
+        panels.HeadMap(f"amplitude_{b}", f"amplitude, period {2 * np.pi / w:.1f}", "logits", "sequential", a)
         for b, (w, a) in enumerate(zip(frequencies, np.moveaxis(waves.amplitude, -1, 0), strict=True))
     ]
-    return [*maps, HeadMap("waves_r2", title, "", "share", r_squared(curves, waves.at(distances)))]
+    return [*maps, panels.HeadMap("waves_r2", title, "", "share", r_squared(curves, waves.at(distances)))]

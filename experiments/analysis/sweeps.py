@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analysis.first_frame import context_cells, context_sign_rate, first_frame_effect, matrices
+from experiments.analysis import first_frame, stats, taxonomy
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadMap, LabelMap
-from experiments.analysis.stats import mean_without_nan, spearman, varying
-from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
-from experiments.caches import load_cache
+from experiments.caches import load_cache, store
 from experiments.caches.files import CacheError
-from experiments.caches.store import from_root, require_one_model
 from experiments.caches.view import Profiles, open_profiles, require_alike
 
 MAKE = "python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --seeds 0 1"
@@ -33,7 +30,7 @@ def open_sweep(
 ) -> tuple[dict[str, Profiles], str]:
     """Open mean logits of a folder's atlases, or published ones and a note. CacheError for fewer than two."""
     paths, note = sorted(Path(folder).glob("*.pt")), ""
-    make = f"run: {MAKE} --output_dir {quote(str(from_root(folder)))}"
+    make = f"run: {MAKE} --output_dir {quote(str(store.from_root(folder)))}"
     if not paths and not Path(folder).is_dir():
         paths = [Path(published) / name for name in PUBLISHED]
         note = f"Shown: the published 21-frame atlases; {Path(folder).name} is not there; {make}"
@@ -41,7 +38,7 @@ def open_sweep(
         raise CacheError(f"{folder} has {len(paths)} atlases, a sweep needs two or more; {make}")
     caches = {path.stem: load_cache(path, expect=("atlas",)) for path in paths}
     views = {name: open_profiles(cache, step, "mean_logit") for name, cache in caches.items()}
-    require_one_model(caches, "a sweep")  # heads are compared by index
+    store.require_one_model(caches, "a sweep")  # heads are compared by index
     return views, note
 
 
@@ -56,7 +53,7 @@ def measures_of(views: Views) -> dict[str, np.ndarray]:
         effect = np.full(delta.shape, np.nan)
         matrix = view.frame_matrices()
         if matrix is not None:
-            effect = first_frame_effect(matrix, view.block_sizes).effect
+            effect = first_frame.first_frame_effect(matrix, view.block_sizes).effect
         deltas.append(delta)
         effects.append(effect)
     return {"effect": np.stack(effects), "delta": np.stack(deltas)}
@@ -67,14 +64,14 @@ def stability(values: np.ndarray) -> np.ndarray:
     # Unlike a t value it does not grow with the number of atlases
     samples = np.moveaxis(np.asarray(values, np.float64), 0, -1)  # [N, H, atlases]
     deviations = samples - samples.mean(-1, keepdims=True)
-    spread = np.sqrt(varying(deviations, samples) / max(len(values) - 1, 1))
+    spread = np.sqrt(stats.varying(deviations, samples) / max(len(values) - 1, 1))
     return np.abs(samples.mean(-1)) / spread
 
 
 def rank_correlations(values: np.ndarray) -> np.ndarray:
     """Return Spearman's ρ over heads between every pair of atlases, values [n, N, H] -> [n, n]."""
     rows = np.reshape(values, (len(values), -1))
-    return np.array([[spearman(a, b) for b in rows] for a in rows])
+    return np.array([[stats.spearman(a, b) for b in rows] for a in rows])
 
 
 def sweep_maps(measures: Measures) -> list[HeadMap]:
@@ -118,21 +115,25 @@ def moved(one: Profiles, other: Profiles) -> np.ndarray:
     same = ("layers", "num_heads", "num_frames", "quantity")
     require_alike(one, other, same, "heads of two models cannot be matched by index")
     # Own blocks are noise, and blocks may differ between the models
-    cells = context_cells(one.block_sizes) & context_cells(other.block_sizes)
-    difference = np.where(cells, matrices(one).astype(np.float64) - matrices(other), np.nan)
-    difference -= mean_without_nan(difference)[..., None]  # softmax ignores a constant of each row
-    return np.sqrt(mean_without_nan(difference.reshape(*difference.shape[:2], -1) ** 2))
+    cells = first_frame.context_cells(one.block_sizes) & first_frame.context_cells(other.block_sizes)
+    difference = np.where(
+        cells, first_frame.matrices(one).astype(np.float64) - first_frame.matrices(other), np.nan
+    )
+    difference -= stats.mean_without_nan(difference)[..., None]  # softmax ignores a constant of each row
+    return np.sqrt(stats.mean_without_nan(difference.reshape(*difference.shape[:2], -1) ** 2))
 
 
-def kind_maps(views: Views, thresholds: Thresholds, reference: str) -> list[LabelMap]:
+def kind_maps(views: Views, thresholds: taxonomy.Thresholds, reference: str) -> list[LabelMap]:
     """Return a panel for each model's kinds of heads; marked are those of another kind in the reference."""
-    labels = {name: kinds(context_sign_rate(view), thresholds) for name, view in views.items()}
+    labels = {
+        name: taxonomy.kinds(first_frame.context_sign_rate(view), thresholds) for name, view in views.items()
+    }
     panels = []
     for name, of_heads in labels.items():
         differs = None
         if name != reference:
             differs = of_heads != labels[reference]
-        panels.append(LabelMap(name, KINDS, of_heads, differs=differs))
+        panels.append(LabelMap(name, taxonomy.KINDS, of_heads, differs=differs))
     return panels
 
 
@@ -152,7 +153,7 @@ def model_rows(
         }
         of_heads = labels.get(name)
         if of_heads is not None:
-            row |= {word: (of_heads == kind).sum() for kind, word in KINDS.items()}
+            row |= {word: (of_heads == kind).sum() for kind, word in taxonomy.KINDS.items()}
         distance = moves.get(name)
         if distance is not None:
             row["moved by"] = np.nanmean(distance)

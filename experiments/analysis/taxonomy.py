@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analysis.first_frame import NO_CONTEXT, NO_LOGITS, NO_MASS, context_sign_rate
-from experiments.analysis.panels import ALL_QUERIES, LabelMap
+from experiments.analysis import first_frame, panels
 from experiments.caches.files import Record
 from experiments.caches.view import Profiles
-from wan.errors import ConfigError, check_fields, from_values, in_context
-from wan.files import Count, Frames, Share, read_yaml
+from wan import errors, files
 
 ANCHOR, WAVE, VEIL, STATIC, DYNAMIC, ABSENT = 1, -1, 2, 1, 0, -9
 KINDS: Mapping[int, str] = {ANCHOR: "anchor", WAVE: "wave", VEIL: "veil"}
@@ -27,23 +25,23 @@ LOCALITY: Mapping[int, str] = {STATIC: "static", DYNAMIC: "dynamic"}
 class Thresholds:
     """The defaults agree with the published labels on the published data; see configs/taxonomy.yaml."""
 
-    anchor_min: Share = 0.84
-    veil_max: Share = 0.12
-    static_min: Share = 0.80
-    skip_frames: Frames = 3
-    near_frames: Count = 4
+    anchor_min: files.Share = 0.84
+    veil_max: files.Share = 0.12
+    static_min: files.Share = 0.80
+    skip_frames: files.Frames = 3
+    near_frames: files.Count = 4
 
     def __post_init__(self):
-        check_fields(self)
+        errors.check_fields(self)
         if not 0 <= self.veil_max < self.anchor_min <= 1:
             problem = f"veil_max {self.veil_max} must be below anchor_min {self.anchor_min}"
-            raise ConfigError(f"{problem}, both shares of 1")
+            raise errors.ConfigError(f"{problem}, both shares of 1")
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
     """Read thresholds from a YAML file. ConfigError for a missing file, unknown key or wrong value."""
-    with in_context(path):
-        return from_values(Thresholds, read_yaml(path))
+    with errors.in_context(path):
+        return errors.from_values(Thresholds, files.read_yaml(path))
 
 
 def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:
@@ -56,7 +54,7 @@ def head_kinds(logits: Profiles | None, thresholds: Thresholds) -> np.ndarray | 
     """Label every head of a view [N, H]; None where it does not say."""
     if logits is None or not logits.context_frames:
         return None
-    return kinds(context_sign_rate(logits), thresholds)
+    return kinds(first_frame.context_sign_rate(logits), thresholds)
 
 
 def local_mass_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
@@ -88,34 +86,36 @@ def label_maps(
     mass: Profiles | None,
     thresholds: Thresholds,
     published: tuple[np.ndarray, np.ndarray] | None,
-) -> list[LabelMap]:
+) -> list[panels.LabelMap]:
     """Return our labels, each beside the published ones of the same model; differing heads are marked."""
     published_kinds, published_locality = published or (None, None)
     # 1. Anchor, wave or veil, by the signs of logits
-    reason, queries = NO_LOGITS, ""
+    reason, queries = first_frame.NO_LOGITS, ""
     if logits is not None:
-        reason = NO_CONTEXT
+        reason = first_frame.NO_CONTEXT
         if logits.context_frames and logits.frame_matrices() is not None:
-            queries = ALL_QUERIES
+            queries = panels.ALL_QUERIES
     labels, title = head_kinds(logits, thresholds), " / ".join(KINDS.values())
-    by_signs = LabelMap(title, KINDS, labels, reason, queries=queries)
+    by_signs = panels.LabelMap(title, KINDS, labels, reason, queries=queries)
     # 2. Static or dynamic, by where the mass lies
-    labels, reason = None, NO_MASS
+    labels, reason = None, first_frame.NO_MASS
     if mass is not None:
         labels, reason = locality(local_mass_share(mass.profiles(), thresholds), thresholds), "too few frames"
         if (labels == ABSENT).all():
             labels = None
-    by_mass = LabelMap(" / ".join(LOCALITY.values()), LOCALITY, labels, reason)
+    by_mass = panels.LabelMap(" / ".join(LOCALITY.values()), LOCALITY, labels, reason)
     return [
         *_beside_published(by_signs, published_kinds, "Pyramid Forcing"),
         *_beside_published(by_mass, published_locality, "Forcing-KV"),
     ]
 
 
-def _beside_published(ours: LabelMap, labels: np.ndarray | None, source: str) -> tuple[LabelMap, LabelMap]:
+def _beside_published(
+    ours: panels.LabelMap, labels: np.ndarray | None, source: str
+) -> tuple[panels.LabelMap, panels.LabelMap]:
     """Return our map with the heads that differ marked, and the map of published labels."""
     other_model = "" if labels is not None else "published for another model"
-    published = LabelMap(f"published, {source}", ours.names, labels, other_model)
+    published = panels.LabelMap(f"published, {source}", ours.names, labels, other_model)
     our_labels = ours.labels
     if our_labels is None:
         return ours, published
@@ -126,7 +126,7 @@ def _beside_published(ours: LabelMap, labels: np.ndarray | None, source: str) ->
     return ours, published
 
 
-def label_rows(maps: Sequence[LabelMap]) -> list[dict[str, Any]]:
+def label_rows(maps: Sequence[panels.LabelMap]) -> list[dict[str, Any]]:
     """A row per label of label_maps: how many heads have it, and how many of them are published as which."""
     rows = []
     for ours, published in zip(maps[::2], maps[1::2], strict=True):

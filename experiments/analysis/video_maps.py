@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis import prompt_words
-from experiments.caches.files import CacheError, require_held
-from experiments.caches.formats import ANY, NO_KEY, BlockMaps, MapsCache
+from experiments.caches import files, formats
 from experiments.caches.view import Profiles, edits_in_words, pass_name, short_source, source_of
 from wan.errors import short_repr
 
@@ -66,8 +65,8 @@ class VideoMap:
     def about(self) -> str:
         """Return the line under a figure's title: pass, query, model, prompt and seed."""
         frame, row, column = self.query
-        query = f"frame {frame}" if row == ANY else f"patch ({row}, {column}) of frame {frame}"
-        if frame == ANY:
+        query = f"frame {frame}" if row == formats.ANY else f"patch ({row}, {column}) of frame {frame}"
+        if frame == formats.ANY:
             query = f"mean over frames {self.query_frames[0]}–{self.query_frames[-1]}"
         edited = f"; edited: {self.edits}" if self.edits else ""
         return f"{self.pass_label}; query: {query}{edited}; {short_source(self.source)}"
@@ -75,7 +74,7 @@ class VideoMap:
 
 def places_of(cache: Mapping) -> list[Place]:
     """List every query of a cache, in its order; one that several blocks have is named once."""
-    return list(_queries(MapsCache.from_dict(cache)))
+    return list(_queries(formats.MapsCache.from_dict(cache)))
 
 
 def open_map(
@@ -87,13 +86,15 @@ def open_map(
     quantity="mass",
 ) -> VideoMap:
     """Open one map; mass is times the keys that the query sees: 1 is even. CacheError for an absent one."""
-    typed = MapsCache.from_dict(cache)
+    typed = formats.MapsCache.from_dict(cache)
     queries = _queries(typed)
     place: Any = next(iter(queries), None)
     if query is not None:
         if len(query) > 3:
-            raise CacheError(f"query {short_repr(query)} is not a frame, row and column, or a frame alone")
-        place = (*query, ANY, ANY)[:3]  # a frame alone is its mean
+            raise files.CacheError(
+                f"query {short_repr(query)} is not a frame, row and column, or a frame alone"
+            )
+        place = (*query, formats.ANY, formats.ANY)[:3]  # a frame alone is its mean
     # 1. The query's row of the block that holds it: [Lk] of a layer, pass and head
     _, n, p, h = _indices(typed, layer, step, head, ("query", place, queries))
     block, row = queries[place]
@@ -103,7 +104,7 @@ def open_map(
     stored = mass if quantity == "mass" else block.map_logits[n, p, h, row].float().numpy()
     # 2. Which keys it saw, and which of them have a place in the video
     frames, tokens = block.key_frame[n, p].numpy(), block.key_token[n, p].numpy()  # [Lk]
-    seen = ~np.isnan(stored) & (frames != NO_KEY)
+    seen = ~np.isnan(stored) & (frames != formats.NO_KEY)
     if block.attended is not None:
         seen &= block.attended[n, p, h].numpy()
     placed = seen & (frames >= 0)
@@ -136,7 +137,7 @@ def word_maps(
     cache: Mapping, layer: int, head: int, step: int | None = None
 ) -> tuple[list[int], dict[str, np.ndarray]] | None:
     """Return query frames and mass [frames, rows, columns] by word (arXiv 2210.04885); None without."""
-    typed = MapsCache.from_dict(cache)
+    typed = formats.MapsCache.from_dict(cache)
     blocks = [block for block in typed.blocks if block.word_map is not None]
     if not blocks or typed.words is None:
         return None
@@ -160,7 +161,7 @@ def word_maps(
     return frames, maps
 
 
-def _queries(cache: MapsCache) -> dict[Place, tuple[BlockMaps, int]]:
+def _queries(cache: formats.MapsCache) -> dict[Place, tuple[formats.BlockMaps, int]]:
     """Return every query's block and its row there; a mean that several blocks have is the last one's."""
     return {
         (frame, row, column): (block, number)
@@ -170,7 +171,11 @@ def _queries(cache: MapsCache) -> dict[Place, tuple[BlockMaps, int]]:
 
 
 def _indices(
-    cache: MapsCache, layer: int, step: int | None, head: int, *axes_before: tuple[str, object, Collection]
+    cache: formats.MapsCache,
+    layer: int,
+    step: int | None,
+    head: int,
+    *axes_before: tuple[str, object, Collection],
 ) -> list[int]:
     """Return where more things, a layer, a pass and a head are; CacheError for one that is absent."""
     if step is None:
@@ -178,7 +183,7 @@ def _indices(
     axes = [("layer", layer, cache.layers), ("pass", step, cache.pass_steps), ("head", head, cache.heads)]
     indices = []
     for name, number, numbers in (*axes_before, *axes):
-        require_held(name, number, numbers)
+        files.require_held(name, number, numbers)
         indices.append(list(numbers).index(number))
     return indices
 
@@ -195,7 +200,7 @@ def heads_to_show(
     if not isinstance(wanted, str):
         return [(int(layer), int(head)) for layer, head in wanted], "heads as asked for"
     if wanted != "effect":
-        raise CacheError(f'HEADS must be "effect" or a list of (layer, head), not {short_repr(wanted)}')
+        raise files.CacheError(f'HEADS must be "effect" or a list of (layer, head), not {short_repr(wanted)}')
     heads = [(layer, head) for layer in cache["layers"] for head in cache["heads"]]
     scores = []
     if effects is not None:

@@ -35,25 +35,21 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from scipy.stats import quantile_test
 from torch import Tensor, nn
 
-from experiments.benchmarks.video_models import LAYERS, VIDEO_MODELS, made
-from experiments.caches import outputs
-from experiments.caches.files import Record, require_writable, save_report
+from experiments import session
+from experiments.benchmarks import video_models
+from experiments.caches import files, outputs
 from experiments.configs import policy_settings
 from experiments.extraction import video
 from experiments.provenance import choose_device, choose_dtype, environment
-from experiments.running.cli import config_from, count, main, run_parser
+from experiments.running import cli, torchrun
 from experiments.running.parameters import NOTEBOOKS
-from experiments.running.torchrun import end_at_once, this_rank
-from experiments.session import load_pipeline, pipeline_of
-from wan import backends, diffusers_attention, diffusers_capture
+from wan import backends, diffusers_attention, diffusers_capture, errors, interventions
 from wan.activations import SiteCapture
 from wan.cache import read_switches
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, ModelConfig, RunConfig
-from wan.errors import ConfigError, reason_of
 from wan.gradients import Gradients
-from wan.interventions import Knockout, Move, intervene
 from wan.model import CausalWanModel
 from wan.noise import num_draws
 from wan.policies import read_policy
@@ -79,7 +75,7 @@ class Row:
     name: str
     measured: str
     seconds: Callable[[], float]
-    facts: Callable[[], Record] = dict
+    facts: Callable[[], files.Record] = dict
     optional: bool = False  # of another's package: an error makes it absent
     warms_up: bool = True  # a command of its own does not
 
@@ -95,11 +91,11 @@ def run(argv=None):
 
 def row_parser(doc: str, names: Iterable[str], default: list[str]) -> argparse.ArgumentParser:
     """Return a parser with the flags of a run and those of rows."""
-    parser = run_parser(doc, None)
+    parser = cli.run_parser(doc, None)
     flag = parser.add_argument
     flag("--what", nargs="+", choices=[*names], default=default, help="which rows")
     flag("--random_weights", action="store_true", help="the shapes of the config's model, without any file")
-    flag("--repeats", type=count, default=5, help="timed rounds, of all rows of a group in turn")
+    flag("--repeats", type=cli.count, default=5, help="timed rounds, of all rows of a group in turn")
     flag("--graphs", action="store_true", help="replay our layers from CUDA graphs, on a GPU")
     return parser
 
@@ -107,11 +103,11 @@ def row_parser(doc: str, names: Iterable[str], default: list[str]) -> argparse.A
 # --- Turns
 def time_groups(args: argparse.Namespace, groups: Iterable[Group]) -> None:
     """Time groups of rows one after the other; print each, and write --output_path after each."""
-    config, rank = parallel.on_own_device(config_from(args)), this_rank()
+    config, rank = parallel.on_own_device(cli.config_from(args)), torchrun.this_rank()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if args.output_path:
-        require_writable(args.output_path)
+        files.require_writable(args.output_path)
         if rank.is_first:
             outputs.require_replaceable(
                 args.output_path, outputs.Contents("report"), overwrite=args.overwrite
@@ -131,10 +127,10 @@ def time_groups(args: argparse.Namespace, groups: Iterable[Group]) -> None:
                 # Graphs of whole passes are recorded when a pass comes again.
                 table |= in_turn(rows, args.repeats, warm_ups=3 if args.graphs else 1)
                 if args.output_path and rank.is_first:
-                    save_report(report, args.output_path)
+                    files.save_report(report, args.output_path)
     if rank.count > 1:
         parallel.leave()
-        end_at_once()
+        torchrun.end_at_once()
 
 
 def in_turn(rows: list[Row], repeats: int, warm_ups: int = 1) -> Table:
@@ -151,7 +147,7 @@ def in_turn(rows: list[Row], repeats: int, warm_ups: int = 1) -> Table:
         except Exception as error:
             if not row.optional:
                 raise
-            table[row.name]["absent"] = reason_of(error)
+            table[row.name]["absent"] = errors.reason_of(error)
     # 2. Rounds
     timed = [row for row in rows if "absent" not in table[row.name]]
     seconds: dict[str, list[float]] = {row.name: [] for row in timed}
@@ -172,7 +168,7 @@ def in_turn(rows: list[Row], repeats: int, warm_ups: int = 1) -> Table:
             "ratio_interval": [round(low, 4), round(high, 4)],
             "seconds": [round(x, 6) for x in of_row],
         }
-    if this_rank().is_first:
+    if torchrun.this_rank().is_first:
         for name, facts in table.items():
             numbers = "{median_seconds} s, {ratio} x {ratio_interval}" if name in seconds else "{absent}"
             print(f"{name}: {numbers.format(**facts)}", flush=True)
@@ -254,17 +250,17 @@ class Rollout:
                 self.model = CausalWanModel(**vars(self.sizes), **window)
             randomize(self.model.to(self.dtype).to_empty(device=self.device))
         else:
-            self.model = load_pipeline(config, self.sizes, self.dtype, self.device).model
+            self.model = session.load_pipeline(config, self.sizes, self.dtype, self.device).model
         if graphs and self.device.type != "cuda":
-            raise ConfigError("--graphs replays layers on a GPU, and none is used; leave it out")
+            raise errors.ConfigError("--graphs replays layers on a GPU, and none is used; leave it out")
         if graphs:
             apply_cuda_graphs(self.model)
         self.group = None
-        if this_rank().count > 1:
+        if torchrun.this_rank().count > 1:
             self.group = parallel.join(self.device)
             parallel.apply_head_parallel(self.model, self.group)
         # 2. Inputs
-        self.pipeline = pipeline_of(self.model, config)
+        self.pipeline = session.pipeline_of(self.model, config)
         shape = (1, config.num_frames, self.sizes.in_dim, config.height, config.width)
         self.noise = self.randn(shape, config.seed)
         self.renoise = self.randn((num_draws(config) - 1, *shape), config.seed + 1)
@@ -302,7 +298,7 @@ class Rollout:
     @cached_property
     def vae(self) -> VAE:
         """A decoder on the GPU that the rollout leaves free, where there is one."""
-        device = video.decoders_device(replace(self.config, gpus=this_rank().count))
+        device = video.decoders_device(replace(self.config, gpus=torchrun.this_rank().count))
         vae = vae_of(self.config, self.random_weights, device)
         choose_device(self.config.device)  # the rollout's is the current one again
         vae.vae.to(self.dtype)
@@ -338,16 +334,22 @@ def rollout_rows(rollout: Rollout, what: Iterable[str]) -> list[Row]:
     logits, mass = partial(capture, replace(FRAME, mass=False)), partial(capture, FRAME)
     maps = partial(capture, CaptureRequest(granularity="map", blocks=[last]))
     gradients = partial(differentiated, rollout.model, last)
-    one_head = Knockout(frames=("first",), heads=(0,), passes="all")
-    moved = Move(("first",), offset=1, passes="all")
+    one_head = interventions.Knockout(frames=("first",), heads=(0,), passes="all")
+    moved = interventions.Move(("first",), offset=1, passes="all")
     contexts: dict[str, tuple[str, Active]] = {
         "plain": ("noise to latents", nullcontext),
         "logits": ("mean logits of all calls", logits),
         "mass": ("mean logits and mass of all calls", mass),
         "words": ("the map of one word, in all layers and passes", partial(capture, WORD)),
         "maps": ("of the last block", maps),
-        "edits: knockout of frame 0, one head": ("every layer and pass", partial(intervene, one_head)),
-        "edits: frame 0 moved by 1, all heads": ("every layer and pass", partial(intervene, moved)),
+        "edits: knockout of frame 0, one head": (
+            "every layer and pass",
+            partial(interventions.intervene, one_head),
+        ),
+        "edits: frame 0 moved by 1, all heads": (
+            "every layer and pass",
+            partial(interventions.intervene, moved),
+        ),
         "sites": ("resid_post of all layers at step 0, copied to the host", residual_stream),
         "gradients": ("at z and resid_post of the last block's first pass", gradients),
         "gradients: to the host": ("and copied there", partial(gradients, to="cpu")),
@@ -376,7 +378,7 @@ def differentiated(
     model: CausalWanModel, block: int, to: str | None = None, recompute: bool = False
 ) -> Iterator[None]:
     """Compute gradients of a block's first pass at z and resid_post of all layers."""
-    chosen: Record = {"blocks": [block], "steps": [0], "to": to}
+    chosen: files.Record = {"blocks": [block], "steps": [0], "to": to}
     recorder = Gradients(("z", "resid_post"), metric=lambda x0: x0.float().square().mean(), **chosen)
     recomputed = recorder.recomputed(model) if recompute else nullcontext()
     with watched(recorder), recomputed:
@@ -389,11 +391,11 @@ def live_video(rollout: Rollout, active: Active = nullcontext) -> Iterator[Any]:
 
     By torchrun the first process does, on a GPU of its own where there is one more than processes.
     """
-    if not this_rank().is_first:
+    if not torchrun.this_rank().is_first:
         with active() as captured:
             yield captured
         return
-    config = replace(rollout.config, gpus=this_rank().count)
+    config = replace(rollout.config, gpus=torchrun.this_rank().count)
     with (
         TemporaryDirectory() as folder,
         mock.patch.object(video, "load_vae", return_value=rollout.vae),
@@ -472,8 +474,8 @@ def transformers(args: argparse.Namespace, config: RunConfig) -> Iterator[list[R
     """Yield a forward of each model of VIDEO_MODELS: plain, and with mean logits and mass of every head."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    for title, sizes in VIDEO_MODELS.items():
-        model, arguments = made(sizes, device, dtype)
+    for title, sizes in video_models.VIDEO_MODELS.items():
+        model, arguments = video_models.made(sizes, device, dtype)
         outputs: dict[str, Tensor] = {}
 
         def forward(name: str, *requests: CaptureRequest, model=model, given=arguments, kept=outputs) -> None:
@@ -483,14 +485,14 @@ def transformers(args: argparse.Namespace, config: RunConfig) -> Iterator[list[R
             with capture:
                 kept[name] = model(**given)[0]
 
-        def facts(name: str, kept=outputs) -> Record:
+        def facts(name: str, kept=outputs) -> files.Record:
             return {"sha256": sha256_of([kept[name]])}
 
         rows = []
         for name, requests in (("plain", []), ("every head", [FRAME])):
             call = partial(forward, name, *requests)
             seconds, more = partial(seconds_of, call), partial(facts, name)
-            rows.append(Row(f"{title}, {name}", f"a forward of {LAYERS} layers", seconds, more))
+            rows.append(Row(f"{title}, {name}", f"a forward of {video_models.LAYERS} layers", seconds, more))
         yield rows
         del model, arguments, outputs, rows
         if device.type == "cuda":
@@ -504,7 +506,7 @@ ATLAS, FURTHER = "cache/atlas.pt", 2  # layers after the first
 def notebooks(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
     """Yield the first layer of each notebook that run_notebooks.py runs, beside each further one."""
     if not Path(ATLAS).is_file():
-        raise ConfigError(f"{ATLAS} is not there; run: bash experiments/quickstart.sh")
+        raise errors.ConfigError(f"{ATLAS} is not there; run: bash experiments/quickstart.sh")
     for notebook in NOTEBOOKS:
         stem = notebook.removesuffix(".ipynb")
         first, further = partial(cpu_seconds, notebook, 0), partial(seconds_of_further, notebook)
@@ -533,4 +535,4 @@ def seconds_of_further(notebook: str) -> float:
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -45,14 +45,7 @@ from experiments.caches.files import (
     require_suffix,
     settings_and_text,
 )
-from wan.errors import (
-    as_numbers,
-    library_reads,
-    library_writes,
-    require_ascending,
-    require_known,
-    short_repr,
-)
+from wan import errors
 from wan.identity import UNNAMED
 from wan.sites import SITES
 
@@ -94,7 +87,7 @@ class Place:
         """Return whether it has these values, by the names of its fields. CacheError: other names."""
         names = [item.name for item in fields(Place) if item.name != "frames"]
         for name in where:
-            require_known(name, names, "activations have no {}", CacheError)
+            errors.require_known(name, names, "activations have no {}", CacheError)
         return all(getattr(self, name) == wanted for name, wanted in where.items())
 
 
@@ -236,7 +229,7 @@ class StoredCall(NamedTuple):
 
 def reading(path: str | Path) -> AbstractContextManager[None]:
     """Turn an error of reading a file into one line that says what to do."""
-    return library_reads(f"{path}: activations", CacheError, "remove it and capture that run again")
+    return errors.library_reads(f"{path}: activations", CacheError, "remove it and capture that run again")
 
 
 def call_sha256(name: str, dtype: torch.dtype, shape: Sequence[int], numbers: Any) -> str:
@@ -288,7 +281,7 @@ def save_activations(
         tensors |= calls
     metadata = {"format": FORMAT, "about": json.dumps(dict(about)), "sites": json.dumps(sites)}
     metadata["sha256"] = head_sha256(metadata)
-    with library_writes(path, CacheError):
+    with errors.library_writes(path, CacheError):
         if not overwrite:
             outputs.require_replaceable(path, contents_of_tables(tables, about), activations_contents)
         with replacing(path) as file:
@@ -471,7 +464,7 @@ class StoredRun:
     def calls(self, site: str) -> list[StoredCall]:
         """Return the calls of a site, by the headers of its files. CacheError where one is damaged."""
         sites = self.about["request"]["sites"]
-        require_known(site, sites, f"no {{}} in {self.path}, but {', '.join(sites)}", CacheError)
+        errors.require_known(site, sites, f"no {{}} in {self.path}, but {', '.join(sites)}", CacheError)
         calls = list[StoredCall]()
         for path in self.blocks:
             about, by_site = read_header(path)
@@ -520,7 +513,7 @@ class StoredRun:
             return
         self.about = about
         path = self.path.with_name(self.name)
-        with library_writes(path, CacheError):
+        with errors.library_writes(path, CacheError):
             if path.exists():  # the same run, or what was left of it
                 shutil.rmtree(path)
             self.path = self.path.rename(path)
@@ -528,7 +521,7 @@ class StoredRun:
     def replace_earlier(self) -> None:
         """Put a complete run in the place of an earlier one."""
         earlier = self.path.with_suffix("")
-        with library_writes(earlier, CacheError):
+        with errors.library_writes(earlier, CacheError):
             if earlier.exists():
                 shutil.rmtree(earlier)
             self.path = self.path.rename(earlier)
@@ -586,12 +579,12 @@ class ActivationStore:
 
     def __init__(self, path: str | Path):
         if not isinstance(path, str | os.PathLike) or not str(path).strip():
-            raise CacheError(f"a store of activations is a folder, not {short_repr(path)}")
+            raise CacheError(f"a store of activations is a folder, not {errors.short_repr(path)}")
         self.path = Path(path)
 
     def require_folder(self) -> None:
         """Make the folder. Raise CacheError, before anything is generated, where it cannot be written."""
-        with library_writes(self.path, CacheError):
+        with errors.library_writes(self.path, CacheError):
             self.path.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=self.path).close()
 
@@ -654,7 +647,7 @@ class ActivationStore:
             for name in sorted({*wanted, *stored}, key=lambda name: (name == "live_weights", name)):
                 if wanted.get(name) == stored.get(name):
                     continue
-                values = f"{short_repr(stored.get(name))}, not {short_repr(wanted.get(name))}"
+                values = f"{errors.short_repr(stored.get(name))}, not {errors.short_repr(wanted.get(name))}"
                 remedy = "choose another folder"
                 if name == "reduce":
                     remedy += ', or give each function a name of its own, named("...", function)'
@@ -701,7 +694,7 @@ class ActivationStore:
                 path = path.with_name(path.name + NEW)
         # 3. An interrupted run is written again, from its first block on
         if path.exists():
-            with library_writes(path, CacheError):
+            with errors.library_writes(path, CacheError):
                 shutil.rmtree(path)
         return StoredRun(path, about)
 
@@ -736,14 +729,14 @@ class ActivationStore:
         SHA-256 first; unchecked leaves that out, as behind check(): a large store is read once less.
         """
         # 1. The calls, which have rows of one length and type
-        chosen_runs, chosen_frames = self.runs, as_numbers("frames", frames)
-        require_ascending("frames", chosen_frames, IN_ORDER)
-        numbers = as_numbers("runs", runs)
+        chosen_runs, chosen_frames = self.runs, errors.as_numbers("frames", frames)
+        errors.require_ascending("frames", chosen_frames, IN_ORDER)
+        numbers = errors.as_numbers("runs", runs)
         if numbers is not None:
             for run in numbers:
                 require_held("run", run, range(len(self.runs)), self.path)
             chosen_runs = [self.runs[run] for run in numbers]
-        calls = self._calls(site, layer, chosen_runs, as_numbers("steps", steps))
+        calls = self._calls(site, layer, chosen_runs, errors.as_numbers("steps", steps))
         request, axes, first = self.runs[0].about["request"], SITES[site].split(), 2
         if request["reduce"] is not None:
             first = -1  # its function named no axes: a row is the last one
@@ -753,7 +746,7 @@ class ActivationStore:
             raise CacheError(f"{site} has no rows of one length ({SITES[site]}): read(...) each run")
         kinds = {(math.prod(call.shape[first:]), call.dtype) for call in calls}
         if len(kinds) > 1:
-            raise CacheError(f"rows of several lengths or types make no batch: {short_repr(kinds)}")
+            raise CacheError(f"rows of several lengths or types make no batch: {errors.short_repr(kinds)}")
         [(width, dtype)] = kinds
         if not unchecked:
             for call in calls:
@@ -776,7 +769,9 @@ class ActivationStore:
             elif not set(chosen_frames).isdisjoint(captured):  # all its frames share the rows
                 pieces.append(RowPiece(call.path, call.start, count))
         if not pieces:
-            raise CacheError(f"{self.path}: frames {short_repr(chosen_frames)} are in no call of {site}")
+            raise CacheError(
+                f"{self.path}: frames {errors.short_repr(chosen_frames)} are in no call of {site}"
+            )
         return ActivationRows(pieces, width, dtype)
 
     def _calls(
@@ -795,8 +790,8 @@ class ActivationStore:
             return calls
         # 2. Those of the steps; -1 is the last that denoises
         last = max((call.place.step or 0 for call in calls if not call.place.is_clean_pass), default=-1)
-        chosen = as_numbers("steps", [last if step == -1 else step for step in steps])
-        require_ascending("steps", chosen, IN_ORDER)
+        chosen = errors.as_numbers("steps", [last if step == -1 else step for step in steps])
+        errors.require_ascending("steps", chosen, IN_ORDER)
         captured = {call.place.step for call in calls}
         for step in chosen or ():
             require_held(f"{site} of step", step, sorted(captured), self.path)

@@ -18,11 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from experiments.caches.files import CacheError, replacing, require_same
+from experiments.caches import files
 from experiments.caches.formats import NO_KEY
-from wan.capture import CapturedCall, CaptureRequest
+from wan import capture, errors
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, short_repr
 from wan.files import MAX_COUNT, UnreadableError, load_tensors
 from wan.policies import policy_of
 
@@ -49,7 +48,7 @@ class LatentBlocks:
         """Write a block [n, C, h, w], and wait until the disk has it."""
         latents = latents.to("cpu", self.dtype).contiguous()
         metadata = {"fingerprint": self.fingerprint, "block": str(block), "sha256": sha256_of(latents)}
-        with replacing(self.path(block)) as file:
+        with files.replacing(self.path(block)) as file:
             file.write(safetensors_bytes({"latents": latents}, metadata))
 
     def read(self, block: int) -> Tensor | None:
@@ -61,14 +60,14 @@ class LatentBlocks:
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
-                require_same(path, metadata.get("fingerprint"), self.fingerprint, remedy)
+                files.require_same(path, metadata.get("fingerprint"), self.fingerprint, remedy)
                 latents = file.get_tensor("latents")
         except (SafetensorError, OSError):
             return None
         shape = (self.sizes[block], *self.frame_shape)
         if latents.shape != shape or latents.dtype != self.dtype:
             held = f"{list(latents.shape)} of {latents.dtype}"
-            raise CacheError(f"{path} holds {held}, not {list(shape)} of {self.dtype}; {remedy}")
+            raise files.CacheError(f"{path} holds {held}, not {list(shape)} of {self.dtype}; {remedy}")
         if metadata.get("block") != str(block) or metadata.get("sha256") != sha256_of(latents):
             return None
         return latents
@@ -77,7 +76,7 @@ class LatentBlocks:
         """Read a block that is known to be there. CacheError where it is not."""
         latents = self.read(block)
         if latents is None:
-            raise CacheError(f"{self.path(block)} was damaged or removed meanwhile; run it again")
+            raise files.CacheError(f"{self.path(block)} was damaged or removed meanwhile; run it again")
         return latents
 
     def finished(self) -> int:
@@ -116,8 +115,9 @@ class BlockCapture:
             return cls(kind, 0, step)
         count = int(number) if number.isascii() and number.isdigit() and len(number) < 8 else 0
         if kind not in ("last", "band") or not 1 <= count <= MAX_COUNT:
-            raise ConfigError(
-                f"--capture {short_repr(text)} is not none, all, last:N or band:D, N and D in 1..{MAX_COUNT}"
+            raise errors.ConfigError(
+                f"--capture {errors.short_repr(text)} is not none, all, last:N or band:D, N "
+                f"and D in 1..{MAX_COUNT}"
             )
         return cls(kind, count, step)
 
@@ -134,11 +134,11 @@ class BlockCapture:
             return range(max(0, num_blocks - self.count), num_blocks)
         return range(num_blocks)
 
-    def requests(self, blocks: Sequence[int]) -> list[CaptureRequest]:
+    def requests(self, blocks: Sequence[int]) -> list[capture.CaptureRequest]:
         """Return the capture requests of the rollout."""
         if not blocks:
             return []
-        return [CaptureRequest(blocks=list(blocks), steps=[self.step], granularity="frame")]
+        return [capture.CaptureRequest(blocks=list(blocks), steps=[self.step], granularity="frame")]
 
     def bytes(self, config: RunConfig, model: ModelConfig) -> int:
         """Return what the files take, but for a few kB each."""
@@ -156,16 +156,18 @@ class BlockCapture:
             block = read_block(path)
             if block is None:
                 continue
-            require_same(path, block["fingerprint"], run, f"move {folder} away, or --overwrite")
+            files.require_same(path, block["fingerprint"], run, f"move {folder} away, or --overwrite")
             if wanted and (block["step"], block["band"]) != (self.step, self.band):
-                raise CacheError(
+                raise files.CacheError(
                     f"{path} was captured in another pass or with other keys than --capture and --step say; "
                     f"move {folder} away, or say what they said then"
                 )
             finished.add(block["block"])
         return [block for block in wanted if block not in finished]
 
-    def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], run: str, row: int = 0) -> None:
+    def save(
+        self, folder: Path, block: int, calls: Sequence[capture.CapturedCall], run: str, row: int = 0
+    ) -> None:
         """Write a block's calls of one video: logits and mass [layers, H, n, keys], and the keys.
 
         Where heads keep keys of their own, layers see more or fewer frames: NaN, and frame -9, come before.
@@ -194,7 +196,7 @@ class BlockCapture:
             **matrices,
             **keys,
         }
-        with replacing(path_of(folder, block)) as file:
+        with files.replacing(path_of(folder, block)) as file:
             torch.save(values, file)
 
 
@@ -242,14 +244,14 @@ def read_blocks(folder: str | Path) -> list[dict[str, Any]]:
     for path in sorted(Path(folder).glob("block_*.pt")):
         block = read_block(path)
         if block is None:
-            raise CacheError(f"{path} is damaged or no captured block; run run_rollout.py again")
+            raise files.CacheError(f"{path} is damaged or no captured block; run run_rollout.py again")
         if blocks:
-            require_same(path, block["fingerprint"], blocks[0]["fingerprint"], f"move {path} away")
+            files.require_same(path, block["fingerprint"], blocks[0]["fingerprint"], f"move {path} away")
             following = blocks[-1]["block"] + 1
             if block["block"] != following:
                 missing = path_of(Path(folder), following)
-                raise CacheError(f"{missing} is missing between others; run run_rollout.py again")
+                raise files.CacheError(f"{missing} is missing between others; run run_rollout.py again")
         blocks.append(block)
     if not blocks:
-        raise CacheError(f"{folder} holds no captured blocks; run_rollout.py --capture all writes them")
+        raise files.CacheError(f"{folder} holds no captured blocks; run_rollout.py --capture all writes them")
     return blocks

@@ -4,9 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.caches import formats
-from experiments.caches.outputs import Contents, facts_of_model
-from wan.capture import ALL, CaptureRequest
+from experiments.caches import formats, outputs
+from wan import capture
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import short_repr
@@ -28,7 +27,7 @@ def with_following(names: Collection[str]) -> set[str]:
     return {*names, *(name for known in names for name in FOLLOWING.get(known, ()))}
 
 
-def contents_of(values: Mapping[str, Any]) -> Contents:
+def contents_of(values: Mapping[str, Any]) -> outputs.Contents:
     """Return what a cache holds. CacheError for a dict that is no cache."""
     cache = formats.as_cache(values)
     entries = [entry for _, entry in cache.entries]
@@ -53,7 +52,7 @@ def contents_of(values: Mapping[str, Any]) -> Contents:
         parts["sites"] = {site["site"] for site in values["sites"]}
         parts["steps"], parts["blocks"] = {*values["pass_steps"]}, {*values["pass_blocks"]}
     about = f"{short_repr(cache.prompt)}, seed {cache.seed}"
-    return Contents(f"{values['format']} cache", facts_of_model(values), parts, about)
+    return outputs.Contents(f"{values['format']} cache", outputs.facts_of_model(values), parts, about)
 
 
 def layers_held(cache: formats.Cache) -> Collection[int]:
@@ -75,7 +74,9 @@ class PlannedCache:
     layers: Collection[int] | None = None
     guided: bool = False  # of the base model, whose layer caches have both branches of guidance
 
-    def parts(self, config: RunConfig, requests: Sequence[CaptureRequest]) -> dict[str, Collection[Any]]:
+    def parts(
+        self, config: RunConfig, requests: Sequence[capture.CaptureRequest]
+    ) -> dict[str, Collection[Any]]:
         """Return the parts that the cache of a config's run will have."""
         sizes = read_model_config(config.ckpt_dir)
         parts: dict[str, Collection[Any]] = {"frames": range(config.num_frames)}
@@ -98,13 +99,15 @@ class PlannedCache:
             columns = config.width // sizes.patch_size[2]
             parts["heads"] = requests[0].heads or range(sizes.num_heads)
             parts["queries"] = {
-                (frame, ALL, ALL) if token == ALL else (frame, *divmod(token, columns))
+                (frame, capture.ALL, capture.ALL)
+                if token == capture.ALL
+                else (frame, *divmod(token, columns))
                 for frame, token in requests[0].queries
             }
         return parts
 
 
-def fields_of(request: CaptureRequest) -> set[str]:
+def fields_of(request: capture.CaptureRequest) -> set[str]:
     """Return the fields of a cache that a request is captured for."""
     fields = set[str]()
     if "cross" in request.kinds:

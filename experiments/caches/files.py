@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from wan.errors import UserError, library_writes, short_repr
+from wan import errors
 from wan.files import UnreadableError, load_tensors
 
 ROOT = Path(__file__).parents[2]  # of the repository
@@ -34,15 +34,15 @@ NO_RESULT = "00000000"  # ends it while the run has not come to its end
 Record = dict[str, Any]  # values by name: a cache, a row of a table, a report
 
 
-class CacheError(UserError, ValueError):
+class CacheError(errors.UserError, ValueError):
     """A cache or an output that cannot be read or written; one line that says what to do."""
 
 
-class RunError(UserError, RuntimeError):
+class RunError(errors.UserError, RuntimeError):
     """A run that started but cannot give a result, such as NaN in the latents."""
 
 
-class StoppedError(UserError):
+class StoppedError(errors.UserError):
     """A run that was asked to stop, and has saved what it could; the message says how to go on."""
 
 
@@ -105,7 +105,7 @@ def part_of(path: Path) -> Path:
 
 def require_writable(path: str | Path) -> None:
     """Raise CacheError, before hours of work, where path cannot become a file."""
-    with library_writes(path, CacheError):
+    with errors.library_writes(path, CacheError):
         target = target_of(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=target.parent).close()
@@ -118,7 +118,7 @@ def require_held(
 ) -> None:
     """Raise error where something that is chosen from what a file holds is not there."""
     if wanted not in stored:
-        raise error(f"{name} {short_repr(wanted)} is not in {where}; it has {in_words(stored)}")
+        raise error(f"{name} {errors.short_repr(wanted)} is not in {where}; it has {in_words(stored)}")
 
 
 def in_words(allowed: Collection[Any]) -> str:
@@ -206,7 +206,7 @@ def remove_leftovers(path: Path) -> None:
 def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> None:
     """Raise CacheError where a file's fingerprint differs from the run's."""
     if found != wanted or wanted.startswith(ONLY):
-        said = f"fingerprint {short_repr(found)}" if found else "no fingerprint, or not the whole file"
+        said = f"fingerprint {errors.short_repr(found)}" if found else "no fingerprint, or not the whole file"
         if str(found).startswith(ONLY) or wanted.startswith(ONLY):
             remedy = f"give your function a name, named(...), and {remedy}"
             said = f"{said} (a function without a name, so that no run equals another)"

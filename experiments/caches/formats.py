@@ -20,8 +20,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from experiments.caches.files import CacheError
+from wan import errors
 from wan.blocks import block_ranges
-from wan.errors import require_known, require_text, short_repr
 from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_LAYERS, MAX_TEXT
 from wan.keys import later_block
 from wan.sites import SITES
@@ -509,7 +509,7 @@ FORMATS: dict[str, type[Cache]] = {
 def as_cache(values: Mapping[str, Any]) -> Cache:
     """Return a dict as the dataclass of its format. CacheError: of no format, or a field of another type."""
     kind = values.get("format", "")
-    require_known(kind, FORMATS, "format is {}", CacheError)
+    errors.require_known(kind, FORMATS, "format is {}", CacheError)
     return FORMATS[kind].from_dict(values)
 
 
@@ -567,7 +567,9 @@ def check(values: Mapping[str, Any]) -> None:
         )
     # 2. Types of every field, and lengths of tensors and lists
     typed = as_cache(values)
-    require_text((typed.prompt or "").replace("\0", ""), "prompt", MAX_TEXT)  # a page shows NUL as an escape
+    errors.require_text(
+        (typed.prompt or "").replace("\0", ""), "prompt", MAX_TEXT
+    )  # a page shows NUL as an escape
     sizes = _sizes(typed, {})
     parts = [("", typed), *typed.entries]
     for where, part in parts:
@@ -591,7 +593,7 @@ def check_counts(values: Mapping[str, Any]) -> None:
     for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads"):
         value = values.get(name)
         if isinstance(value, (int, float)) and not 1 <= value <= MAX_COUNT:
-            raise CacheError(f"{name} is {short_repr(value)}, not a number of 1..{MAX_COUNT}")
+            raise CacheError(f"{name} is {errors.short_repr(value)}, not a number of 1..{MAX_COUNT}")
 
 
 def _sizes(part: Fields, outer: Mapping[str, int]) -> dict[str, int]:
@@ -663,7 +665,9 @@ def _check_names(part: Fields, cache: Cache, where: str) -> None:
         identity = tuple(getattr(entry, name) for name in entry.named_by)
         name = entry_name.partition("[")[0]
         if identity and (name, identity) in named:
-            raise CacheError(f"{where}{name} has {', '.join(entry.named_by)} {short_repr(identity)} twice")
+            raise CacheError(
+                f"{where}{name} has {', '.join(entry.named_by)} {errors.short_repr(identity)} twice"
+            )
         named.add((name, identity))
     # 2. Entries repeat what the cache says
     for name in values.keys() & set(SAME):
@@ -786,4 +790,4 @@ def _describe(value: Any) -> str:
     """Return a value in a few words: "float32 [12, 21]", or the beginning of its text."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return short_repr(value, 60)
+    return errors.short_repr(value, 60)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.caches import outputs
-from experiments.caches.files import CacheError, RunError, part_of, replacing, target_of
+from experiments.caches import files, outputs
 from wan.errors import one_line
 
 FPS = 16  # of Wan2.1's videos
@@ -36,7 +35,7 @@ def require_ffmpeg(otherwise: str = "") -> str:
         remedy = 'run: pip install "imageio[ffmpeg]"'
         if otherwise:
             remedy += f"; or {otherwise}"
-        raise CacheError(
+        raise files.CacheError(
             f"videos are written by ffmpeg, which is not here ({one_line(error)}); {remedy}"
         ) from None
 
@@ -65,11 +64,11 @@ class VideoWriter:
         comment is that of the growing file; about describes the video. CacheError where there is no ffmpeg.
         """
         require_ffmpeg()
-        self.path = target_of(path)
+        self.path = files.target_of(path)
         if growing is None:
-            self.growing = part_of(self.path).with_suffix(".growing.part")
+            self.growing = files.part_of(self.path).with_suffix(".growing.part")
         else:
-            self.growing = target_of(growing)
+            self.growing = files.target_of(growing)
         self.comment, self.about = comment, about
         self.shortest, self.multiple, self.fps = shortest, multiple, fps
         self.frames = 0
@@ -94,7 +93,7 @@ class VideoWriter:
         try:
             self.pipe.send(np.ascontiguousarray(pixels))
         except OSError as error:
-            raise RunError(f"{self.growing}: ffmpeg has ended; is the disk full?") from error
+            raise files.RunError(f"{self.growing}: ffmpeg has ended; is the disk full?") from error
         self.frames += len(pixels)
 
     def _started(self, height: int, width: int) -> Generator[None, np.ndarray, None]:
@@ -135,7 +134,7 @@ class VideoWriter:
         comment says which run it is of, model which model and weights, as provenance.model_title.
         """
         self.close()
-        with replacing(self.path) as file:
+        with files.replacing(self.path) as file:
             # The index comes last: a file that was cut off has none, and nobody takes it for a whole one
             copy = ["-i", str(self.growing), "-c", "copy", "-metadata", f"comment={with_mark(comment)}"]
             copy += ["-metadata", f"title={model}", "-f", "mp4"]
@@ -143,7 +142,7 @@ class VideoWriter:
             written = frames_in(done.stdout)
             if written != self.frames:
                 reason = done.stderr.strip()[-200:] or "is the disk full?"
-                raise RunError(f"{self.path}: {written} of {self.frames} frames were written; {reason}")
+                raise files.RunError(f"{self.path}: {written} of {self.frames} frames were written; {reason}")
         if self.growing != self.path:
             self.growing.unlink(missing_ok=True)
 

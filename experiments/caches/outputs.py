@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.files import CacheError, in_words, target_of
+from experiments.caches import files
 from wan.errors import library_writes
 
 MARK = "wan-attention"  # Creator of SVG and PDF, Software of PNG, comment of mp4, generator of HTML
@@ -71,7 +71,7 @@ def numbers_in_words(values: list[Any]) -> str:
     numbers = [value for value in values if isinstance(value, int)]
     if len(numbers) > 2 and values == [*range(numbers[0], numbers[0] + len(values))]:
         return f"{numbers[0]}..{numbers[-1]}"
-    return in_words(values)
+    return files.in_words(values)
 
 
 Read = Callable[[Path], Contents | None]  # None: of a file that is not ours
@@ -99,18 +99,20 @@ def require_replaceable(
 
     Raises CacheError, unless overwrite, for a file that is not ours, and for one that has what new lacks.
     """
-    with library_writes(path, CacheError):  # such as a name that is too long
-        target = target_of(path)
+    with library_writes(path, files.CacheError):  # such as a name that is too long
+        target = files.target_of(path)
     if not target.exists() or not target.stat().st_size:
         return None
     old = read(target)
     if overwrite:
         return old or Contents("file of another kind")
     if old is None:
-        raise CacheError(f"{path} is there, and no {new.kind} of this program, or changed since; {CHOICE}")
+        raise files.CacheError(
+            f"{path} is there, and no {new.kind} of this program, or changed since; {CHOICE}"
+        )
     loss = old.lost(new)
     if loss:
-        raise CacheError(f"{path} {loss}; {CHOICE}")
+        raise files.CacheError(f"{path} {loss}; {CHOICE}")
     return old
 
 
@@ -140,9 +142,9 @@ def require_unchanged(path: Path, remedy: str) -> None:
         return
     unchanged = is_unchanged(path.read_bytes())
     if unchanged is None:
-        raise CacheError(f"{path} was not written by this program; {remedy}")
+        raise files.CacheError(f"{path} was not written by this program; {remedy}")
     if not unchanged:
-        raise CacheError(f"{path} was changed since this program wrote it; {remedy}")
+        raise files.CacheError(f"{path} was changed since this program wrote it; {remedy}")
 
 
 def marked_contents(path: Path) -> Contents | None:

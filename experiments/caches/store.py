@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches import legacy, outputs
+from experiments.caches import files, legacy, outputs
 from experiments.caches.activations import load_activations, model_of
 from experiments.caches.contents import contents_of
-from experiments.caches.files import ROOT, CacheError, in_words, replacing, require_held
 from experiments.caches.formats import (
     FORMATS,
     AtlasCache,
@@ -34,8 +33,8 @@ from experiments.caches.formats import (
     declared_fields,
 )
 from experiments.caches.view import open_profiles
+from wan import errors
 from wan.config import changed_settings
-from wan.errors import UserError, library_writes, short_repr
 from wan.files import load_tensors
 
 
@@ -50,13 +49,13 @@ def save_cache(path: str | Path, cache: Mapping[str, Any], overwrite: bool = Fal
         values = _plain(cache, "cache", {})
         check(values)
     except RecursionError:
-        raise CacheError(f"{path} not written: it holds itself") from None
-    except UserError as error:
-        raise CacheError(f"{path} not written: {error}") from None
-    with library_writes(path, CacheError):
+        raise files.CacheError(f"{path} not written: it holds itself") from None
+    except errors.UserError as error:
+        raise files.CacheError(f"{path} not written: {error}") from None
+    with errors.library_writes(path, files.CacheError):
         if not overwrite:
             outputs.require_replaceable(path, contents_of(values), cache_contents)
-        with replacing(path) as file:
+        with files.replacing(path) as file:
             torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
 
 
@@ -64,7 +63,7 @@ def cache_contents(path: Path) -> outputs.Contents | None:
     """Return what a cache of any age holds; None for a file that is none, or is damaged."""
     try:
         return contents_of(load_cache(path))
-    except CacheError:
+    except files.CacheError:
         return None
 
 
@@ -90,7 +89,9 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
         return sys.intern(value)
     if value is None or type(value) in (bool, int, float):
         return value
-    raise CacheError(f"{where} is {short_repr(value)}; only tensors and plain Python values are stored")
+    raise files.CacheError(
+        f"{where} is {errors.short_repr(value)}; only tensors and plain Python values are stored"
+    )
 
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
@@ -108,8 +109,8 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         others = ""
         layers = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
         if layers and path.name.startswith("layer"):
-            others = f"; there is {in_words([layer.name for layer in layers])}"
-        raise CacheError(f"{path} not found{others}; {remedy(path, expect)}")
+            others = f"; there is {files.in_words([layer.name for layer in layers])}"
+        raise files.CacheError(f"{path} not found{others}; {remedy(path, expect)}")
     try:
         # 2. Tensors and plain values; files of the forks' scripts hold configuration objects too
         with torch.serialization.safe_globals(legacy.ALLOWED):
@@ -126,9 +127,11 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         reason = str(error)
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__} in its fields: {error}"
-        raise CacheError(f"{path} cannot be read as a cache: {reason}; {remedy(path, expect)}") from None
+        raise files.CacheError(
+            f"{path} cannot be read as a cache: {reason}; {remedy(path, expect)}"
+        ) from None
     if expect and raw["format"] not in expect:
-        raise CacheError(
+        raise files.CacheError(
             f"{path} is a cache of format {raw['format']}: open it with "
             f"notebooks/{FORMATS[raw['format']].notebook}. Here it takes {' or '.join(expect)}, "
             f"made by experiments/{FORMATS[expect[0]].script}"
@@ -142,8 +145,8 @@ def from_root(path: str | Path) -> Path:
         whole = Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError for a link to itself
     except ValueError:  # a NUL, which no disk has in a name
         return Path(path)
-    if whole.is_relative_to(ROOT):
-        return whole.relative_to(ROOT)
+    if whole.is_relative_to(files.ROOT):
+        return whole.relative_to(files.ROOT)
     return whole
 
 
@@ -206,7 +209,7 @@ def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
 def layers_of(atlas: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     """Return an atlas of some of an atlas's layers, in this order. CacheError where it lacks one."""
     for layer in layers:
-        require_held("layer", layer, atlas["layers"])
+        files.require_held("layer", layer, atlas["layers"])
     if list(layers) == atlas["layers"]:
         return dict(atlas)
     rows = [atlas["layers"].index(layer) for layer in layers]
@@ -266,14 +269,14 @@ def require_one_model(caches: Mapping[str, Mapping[str, Any]], what: str) -> Non
         for key, value in facts[first].items():
             # Files of prompts are each run's own; what has one name must be one file
             if key in other and other[key] != value:
-                values = f"{short_repr(value)} and {short_repr(other[key])}"
-                raise CacheError(
+                values = f"{errors.short_repr(value)} and {errors.short_repr(other[key])}"
+                raise files.CacheError(
                     f"{what} takes atlases of one model and schedule, which differ in prompt and seed: "
                     f"{key} is {values} in {first} and {name}"
                 )
     runs = [cache["fingerprint"] for cache in caches.values() if cache.get("fingerprint")]
     if len({*runs}) < len(runs):
-        raise CacheError(f"{what} takes every run once: two of {', '.join(caches)} are of the same run")
+        raise files.CacheError(f"{what} takes every run once: two of {', '.join(caches)} are of the same run")
 
 
 # --- A folder of layerN.pt: one rollout, each layer once
@@ -282,7 +285,7 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
     paths = sorted(folder.glob("layer*.pt"), key=lambda p: int("0" + "".join(filter(str.isdigit, p.stem))))
     if not paths:
         script = "python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml"
-        raise CacheError(
+        raise files.CacheError(
             f"{folder} holds no layerN.pt; run: {script} --output_dir {quote(str(from_root(folder)))}"
         )
     caches = {path: load_cache(path, expect=formats) for path in paths}
@@ -291,7 +294,7 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
     views = [open_profiles(cache) for cache in caches.values()]
     layers = [layer for view in views for layer in view.layers]
     if len(set(layers)) < len(layers):
-        raise CacheError(f"{rule} a layer twice: {layers}; move some of the files out")
+        raise files.CacheError(f"{rule} a layer twice: {layers}; move some of the files out")
     facts = []
     for cache, view in zip(caches.values(), views, strict=True):
         rollout = {"source": view.source, "frames": view.num_frames, "heads": view.num_heads}
@@ -302,9 +305,9 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
     for path, other in zip(paths, facts, strict=True):
         for key, value in facts[0].items():
             if other[key] != value:
-                values = f"{paths[0].name} has {short_repr(value, 200)}, {path.name} has "
-                values += short_repr(other[key], 200)
-                raise CacheError(
+                values = f"{paths[0].name} has {errors.short_repr(value, 200)}, {path.name} has "
+                values += errors.short_repr(other[key], 200)
+                raise files.CacheError(
                     f"{rule} files of several, by their {key}: {values}; move some of the files out"
                 )
     return caches

@@ -13,21 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.caches import frames
-from experiments.caches.files import CacheError, require_held
-from experiments.caches.formats import (
-    AVERAGE,
-    QUANTITIES,
-    AtlasCache,
-    Cache,
-    Fields,
-    Figure4Cache,
-    InferenceCache,
-    LayerCache,
-    PassTag,
-    Tokens,
-    as_cache,
-)
+from experiments.caches import files, formats, frames
 from wan.blocks import block_frames, block_of_frame, block_ranges, window_levels
 from wan.errors import require_known
 
@@ -109,7 +95,7 @@ def edits_in_words(interventions: Mapping[str, Any] | None) -> str:
     return f"{words} ({interventions.get('hash', 'no hash')})"
 
 
-def source_of(cache: Cache) -> str:
+def source_of(cache: formats.Cache) -> str:
     """Return model, weights, prompt and seed in a line."""
     weights = ": ".join(filter(None, (cache.weights, cache.weights_file)))
     prompt, seed = "prompt not recorded", "not recorded"
@@ -175,7 +161,7 @@ class Profiles:
 
     def values(self, layer: int) -> LayerValues:
         """Return profile, matrix and key curve of a layer as tensors. CacheError for an absent layer."""
-        require_held("layer", layer, self.layers)
+        files.require_held("layer", layer, self.layers)
         return self._read(layer)
 
     def frame_profile(self, layer: int) -> np.ndarray:
@@ -307,20 +293,20 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     step picks the pass (None: the first one stored). quantity is mean_logit, mass or mean_prob; None takes
     mean_logit from logits, mass from probabilities. CacheError for an absent pass or quantity.
     """
-    typed = as_cache(cache)
+    typed = formats.as_cache(cache)
     # 1. The quantity and the pass that are asked for
     if quantity is None:
         quantity = "mean_logit" if typed.is_logits else "mass"
-    require_known(quantity, QUANTITIES, "there is no quantity {}", CacheError)
+    require_known(quantity, formats.QUANTITIES, "there is no quantity {}", files.CacheError)
     if type(typed) not in READERS:
-        raise CacheError(
+        raise files.CacheError(
             f"a cache of format {typed.format} holds no values per frame; give one of figure4, inference, "
             "layer or atlas"
         )
     passes = typed.passes()
     if step is not None:
         steps: list[Any] = [at.step for at in passes if at.step is not None] or ["an unrecorded one"]
-        require_held("pass", step, steps)
+        files.require_held("pass", step, steps)
         passes = [at for at in passes if at.step == step]
     at = passes[0]
     # 2. Layers and frames, as the format has them; values are read when they are asked for
@@ -361,7 +347,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
 def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
     """Open every pass of a cache, in the quantity of one that is open already, which is not read again."""
     views = []
-    for at in as_cache(cache).passes():
+    for at in formats.as_cache(cache).passes():
         view = opened
         if at.step != opened.step:
             view = open_profiles(cache, at.step, opened.quantity)
@@ -371,14 +357,14 @@ def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
 
 def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob") -> Profiles:
     """Open one captured call alone (of an atlas: a layer, pass after pass). CacheError: no such call."""
-    typed = as_cache(cache)
-    if isinstance(typed, AtlasCache):
+    typed = formats.as_cache(cache)
+    if isinstance(typed, formats.AtlasCache):
         pairs = [(at.step, layer) for at in typed.passes() for layer in typed.layers]
-        require_held("call", index, range(len(pairs)), "the layers and passes of this atlas")
+        files.require_held("call", index, range(len(pairs)), "the layers and passes of this atlas")
         step, layer = pairs[index]
         return replace(open_profiles(cache, step, quantity), layers=(layer,))
     calls = cache["attention_weights"]
-    require_held("call", index, range(len(calls)), "the calls of this cache")
+    files.require_held("call", index, range(len(calls)), "the calls of this cache")
     view = open_profiles({**cache, "attention_weights": [calls[index]]}, None, quantity)
     view.values(view.layers[0])  # a call that does not hold the quantity says so here
     return view
@@ -389,7 +375,7 @@ def require_alike(view: Profiles, other: Profiles, names: Sequence[str], problem
     for name in names:
         values = getattr(view, name), getattr(other, name)
         if values[0] != values[1]:
-            raise CacheError(f"{problem}: {name.removeprefix('num_')} {values[0]} and {values[1]}")
+            raise files.CacheError(f"{problem}: {name.removeprefix('num_')} {values[0]} and {values[1]}")
 
 
 # --- How each format is read
@@ -404,7 +390,7 @@ class _Pass(NamedTuple):
     read: Callable[[int], LayerValues]
 
 
-def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
+def _figure4(cache: formats.Figure4Cache, at: formats.PassTag, quantity: str) -> _Pass:
     entries = {entry.layer_idx: entry for entry in cache.attention_weights}
     queries, keys, S = cache.query_frames, cache.key_frames, cache.frame_seq_length
     count = max(_num_averages(entry) for entry in entries.values())
@@ -430,7 +416,7 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
     return _Pass(list(entries), queries, keys, queries, count, read)
 
 
-def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> _Pass:
+def _inference(cache: formats.InferenceCache, at: formats.PassTag, quantity: str) -> _Pass:
     """The last captured block's calls of one pass."""
     by_layer = {call.layer_idx: call for call in reversed(cache.last_calls()) if call.step == at.step}
     first = by_layer[min(by_layer)]
@@ -442,7 +428,7 @@ def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> _Pass:
     return _Pass(sorted(by_layer), first.query_frames, first.key_frames, first.query_frames, count, read)
 
 
-def _layer(cache: LayerCache, at: PassTag, quantity: str) -> _Pass:
+def _layer(cache: formats.LayerCache, at: formats.PassTag, quantity: str) -> _Pass:
     stored = cache.quantity
     if stored is None:
         stored = "mean_logit" if cache.is_logits else "mean_prob"
@@ -458,7 +444,7 @@ def _layer(cache: LayerCache, at: PassTag, quantity: str) -> _Pass:
     return _Pass([cache.layer_index], queries, _seen(profile), rows, count, lambda layer: values)
 
 
-def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
+def _atlas(cache: formats.AtlasCache, at: formats.PassTag, quantity: str) -> _Pass:
     p, S, by_means = cache.passes().index(at), cache.frame_seq_length, quantity == "mean_logit"
     # 1. Matrices of this pass [N, H, F, F], and the profiles of the last block [N, H, F]
     last = block_frames(cache.block_sizes, cache.done - 1)
@@ -505,15 +491,17 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
     return _Pass(cache.layers, last, keys, rows, count, read)
 
 
-READERS: Mapping[type[Cache], Callable[[Any, PassTag, str], _Pass]] = {
-    Figure4Cache: _figure4,
-    LayerCache: _layer,
-    InferenceCache: _inference,
-    AtlasCache: _atlas,
+READERS: Mapping[type[formats.Cache], Callable[[Any, formats.PassTag, str], _Pass]] = {
+    formats.Figure4Cache: _figure4,
+    formats.LayerCache: _layer,
+    formats.InferenceCache: _inference,
+    formats.AtlasCache: _atlas,
 }
 
 
-def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str) -> LayerValues:
+def _from_tokens(
+    entry: formats.Tokens, keys: Sequence[int], cache: formats.Cache, quantity: str
+) -> LayerValues:
     """Reduce a token matrix [1, H, Lq, Lk], logits or probabilities, in one reading."""
     S, mean, wants_logits = cache.frame_seq_length, quantity != "mass", quantity == "mean_logit"
     tokens, reduce = entry.attn_logits, frames.query_frame_curves
@@ -522,7 +510,7 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
     elif not wants_logits:
         reduce = frames.softmax_curves  # type: ignore[assignment]  # the same but for a name
     if tokens is None:
-        raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
+        raise files.CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
     curves = reduce(tokens[0], S)
     matrix, averages = _by_frame(curves, entry, keys, cache, mean), None  # [H, Fq, Lk] -> [H, Fq, F]
     if _num_averages(entry):
@@ -531,7 +519,9 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
     return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry, keys, S), averages)
 
 
-def _by_frame(curves: Tensor, entry: Tokens, keys: Sequence[int], cache: Cache, mean: bool) -> Tensor:
+def _by_frame(
+    curves: Tensor, entry: formats.Tokens, keys: Sequence[int], cache: formats.Cache, mean: bool
+) -> Tensor:
     """Curves per key [..., Lk] -> [..., F], as the mean or the sum of a frame's tokens."""
     S = cache.frame_seq_length
     if entry.key_frame is not None:
@@ -542,14 +532,14 @@ def _by_frame(curves: Tensor, entry: Tokens, keys: Sequence[int], cache: Cache, 
     return frames.spread_keys(values, keys, cache.num_frames)
 
 
-def _at_frames(curve: Tensor, entry: Tokens, keys: Sequence[int], S: int) -> Tensor:
+def _at_frames(curve: Tensor, entry: formats.Tokens, keys: Sequence[int], S: int) -> Tensor:
     """A curve per key [..., Lk] at the tokens of key frames [..., Fk·S]; NaN for tokens that did not stay."""
     if entry.key_frame is None or entry.key_token is None:
         return curve
     return frames.spread_tokens(curve, entry.key_frame, entry.key_token, keys, S)
 
 
-def _num_averages(entry: Tokens) -> int:
+def _num_averages(entry: formats.Tokens) -> int:
     """Count the averages of evicted frames, among the keys of a token matrix or among the slots."""
     # A token matrix has a row of tokens for each average, which begins at token 0
     if not entry.has_tokens:
@@ -559,10 +549,10 @@ def _num_averages(entry: Tokens) -> int:
         return frames.most_averages(slot_frame)
     if entry.key_frame is None or entry.key_token is None:
         return 0
-    return int(((entry.key_frame == AVERAGE) & (entry.key_token == 0)).sum())
+    return int(((entry.key_frame == formats.AVERAGE) & (entry.key_token == 0)).sum())
 
 
-def _stored(values: Fields, of: str, p: int | None = None) -> dict[str, Tensor]:
+def _stored(values: formats.Fields, of: str, p: int | None = None) -> dict[str, Tensor]:
     """Return OF_logits and OF_mass by what they are, those that are there, of pass p [:, p]."""
     stored = {}
     for name, field_name in (("mean_logit", f"{of}_logits"), ("mass", f"{of}_mass")):
@@ -581,12 +571,12 @@ def _in_quantity(stored: Mapping[str, Tensor], wanted: str, S: int) -> Tensor:
             return values
         if (name, wanted) in factors:
             return values * factors[name, wanted]
-    raise CacheError(f"this cache holds no {wanted}; it has {', '.join(stored) or 'a key curve alone'}")
+    raise files.CacheError(f"this cache holds no {wanted}; it has {', '.join(stored) or 'a key curve alone'}")
 
 
 def _seen(profiles: Tensor) -> list[int]:
     """List the frames with a value in any row of [..., F]."""
     seen = (~profiles.isnan()).flatten(0, -2).any(0).nonzero()[:, 0].tolist()
     if not seen:
-        raise CacheError("this cache holds no values for its last block")
+        raise files.CacheError("this cache holds no values for its last block")
     return seen

@@ -9,9 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from experiments.caches import outputs, store
-from experiments.caches.files import Record, RunError, require_held
-from experiments.caches.formats import ANY, AVERAGE, NO_KEY, PassTag, build_layer_cache
+from experiments.caches import files, formats, outputs, store
 from experiments.caches.frames import (
     assemble,
     averages_of_slots,
@@ -24,17 +22,16 @@ from experiments.caches.frames import (
 )
 from experiments.provenance import model_facts
 from experiments.runs import Run
+from wan import capture, errors
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
-from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
-from wan.errors import ConfigError, as_numbers, library_reads, require_ascending, require_known
 from wan.keys import RotaryTable, key_frames, key_tokens
 from wan.policies import policy_of
 from wan.sites import check_indices
 
 LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
-ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
+ABSENT = {"key_frame": formats.NO_KEY, "key_position": formats.NO_KEY, "key_token": 0, "attended": 0}
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
 
 
@@ -55,7 +52,7 @@ def padded(values: Tensor, length: int, filler: float) -> Tensor:
     return torch.nn.functional.pad(values, (0, length - values.shape[-1]), value=filler)
 
 
-def call_values(call: CapturedCall) -> dict[str, Any]:
+def call_values(call: capture.CapturedCall) -> dict[str, Any]:
     """Return the values of a call as caches have them: of one video, key and token numbers as int32."""
     names = {"token_logits": "attn_logits", "token_probabilities": "attn_weights"}
     values = {}
@@ -77,13 +74,15 @@ def with_fields(run: Run, **fields: Any) -> dict[str, Any]:
 
 
 # --- figure4: the last block, an entry per layer
-def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True) -> list[CaptureRequest]:
+def figure4_requests(
+    config: RunConfig, granularity: str, is_logits: bool = True
+) -> list[capture.CaptureRequest]:
     """Ask for the last block of the chosen layers in the chosen pass."""
     if granularity != "token" and not is_logits:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"--capture probabilities needs --granularity token, not {granularity}; its mass is in every one"
         )
-    frame = CaptureRequest(
+    frame = capture.CaptureRequest(
         layers=config.layer_indices,
         blocks=[len(config.block_sizes) - 1],
         steps=[config.step],
@@ -107,7 +106,7 @@ def token_dtype(is_logits: bool) -> torch.dtype:
 def figure4_cache(run: Run, is_logits: bool = True) -> dict[str, Any]:
     """Return attention of the last block, an entry per layer: tokens, or key curve, mean logits and mass."""
     if run.common.get("partial"):
-        raise RunError("the last block was not reached")
+        raise files.RunError("the last block was not reached")
     num_frames = run.config.num_frames
     # 1. Layers may see different frames, where a policy chooses by layer.
     layouts = {call.site.layer: call.layout for call in run.records if call.layout is not None}
@@ -173,12 +172,12 @@ def inference_requests(
     blocks: Sequence[int] = (-1,),
     steps: Sequence[int] | None = None,
     is_logits: bool = False,
-) -> list[CaptureRequest]:
+) -> list[capture.CaptureRequest]:
     """Ask for token matrices of the config's layers; steps None: the config's."""
-    request = CaptureRequest(
+    request = capture.CaptureRequest(
         layers=config.layer_indices,
-        blocks=as_numbers("blocks", counted_blocks(blocks, len(config.block_sizes))),
-        steps=as_numbers("steps", steps or [config.step]),
+        blocks=errors.as_numbers("blocks", counted_blocks(blocks, len(config.block_sizes))),
+        steps=errors.as_numbers("steps", steps or [config.step]),
         is_logits=is_logits,
         token_dtype=token_dtype(is_logits),
     )
@@ -207,12 +206,12 @@ def inference_cache(run: Run) -> dict[str, Any]:
 # --- layer: every frame pair of one layer
 def layer_requests(
     config: RunConfig, granularity: Literal["token", "frame"] = "frame", every: bool = False
-) -> list[CaptureRequest]:
+) -> list[capture.CaptureRequest]:
     """Ask for all blocks of one layer, or of every one, in the chosen pass; both granularities agree."""
     layers = [config.layer_index]
     if every:
         layers = list(range(read_model_config(config.ckpt_dir).num_layers))
-    return [CaptureRequest(layers, steps=[config.step], granularity=granularity, mass=False)]
+    return [capture.CaptureRequest(layers, steps=[config.step], granularity=granularity, mass=False)]
 
 
 def layer_cache(run: Run, layer: int) -> dict[str, Any]:
@@ -231,10 +230,12 @@ def layer_cache(run: Run, layer: int) -> dict[str, Any]:
     if pieces:
         columns = rows_of(pieces, run.config.num_frames)
     matrix = run.frame_matrix("frame_logits", layer, step)
-    return build_layer_cache(run.common, run.pass_tag(step), layer, matrix, run.last_block, averages=columns)
+    return formats.build_layer_cache(
+        run.common, run.pass_tag(step), layer, matrix, run.last_block, averages=columns
+    )
 
 
-def _averages(call: CapturedCall, tokens_per_frame: int) -> Tensor | None:
+def _averages(call: capture.CapturedCall, tokens_per_frame: int) -> Tensor | None:
     """Return the mean logits of a call on averages of frames [H, F, averages]; None where it has none."""
     values = call.values
     if "slot_logits" in values:
@@ -243,7 +244,7 @@ def _averages(call: CapturedCall, tokens_per_frame: int) -> Tensor | None:
         if not count:
             return None
         return averages_of_slots(values["slot_logits"][0], slot_frame, count)
-    if "token_logits" in values and "key_frame" in values and AVERAGE in values["key_frame"][0]:
+    if "token_logits" in values and "key_frame" in values and formats.AVERAGE in values["key_frame"][0]:
         curves = query_frame_curves(values["token_logits"][0], tokens_per_frame)
         return averages_of_tokens(curves, values["key_frame"][0], values["key_token"][0], mean=True)
     return None
@@ -258,10 +259,10 @@ def atlas_requests(
     rope_bands: bool = False,
     query_key_means: bool = False,
     layers: Collection[int] | None = None,
-) -> list[CaptureRequest]:
+) -> list[capture.CaptureRequest]:
     """Ask for every block and pass of some layers (None: all) by frame; the key curve is the last block's."""
     # Keys of the last block alone: a curve of every block would be as large as the KV cache
-    frame = CaptureRequest(layers=layers, granularity="frame")
+    frame = capture.CaptureRequest(layers=layers, granularity="frame")
     requests = [replace(frame, mass=mass, rope_bands=rope_bands, query_key_means=query_key_means)]
     if key_curve:
         requests.append(replace(frame, granularity="key", blocks=[len(config.block_sizes) - 1]))
@@ -274,7 +275,7 @@ def atlas_cache(run: Run) -> dict[str, Any]:
     """Return everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
     layers, steps, quantities = run.layers, range(len(run.pass_timesteps)), run.quantities
     # 1. What every atlas has.
-    atlas: Record = {
+    atlas: files.Record = {
         **run.common,
         "format": "atlas",
         "is_logits": True,
@@ -363,8 +364,12 @@ def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[s
     ]
     num_slots = max(len(call["slot_frame"]) for call in every_call)
     of_blocks = {layer: run.captured("frame_logits", layer, steps[0]) for layer in layers}
-    fields: Record = {"schema_version": 2}
-    for name, absent in (("slot_frame", NO_KEY), ("slot_position", NO_KEY), ("slot_tokens", 0)):
+    fields: files.Record = {"schema_version": 2}
+    for name, absent in (
+        ("slot_frame", formats.NO_KEY),
+        ("slot_position", formats.NO_KEY),
+        ("slot_tokens", 0),
+    ):
         rows = []
         for layer in layers:
             numbers = [torch.tensor(call[name], dtype=torch.int32) for call in of_blocks[layer]]
@@ -395,7 +400,7 @@ def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[s
         rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(is_absent, torch.nan)
         if (rest > LEAST_MASS).any():
             fields["slot_mass"] = torch.cat([mass, rest.clamp(min=0)], -1)
-            fillers = {"slot_frame": AVERAGE, "slot_position": AVERAGE, "slot_tokens": 0}
+            fillers = {"slot_frame": formats.AVERAGE, "slot_position": formats.AVERAGE, "slot_tokens": 0}
             for name, filler in (fillers | {"slot_logits": torch.nan}).items():
                 fields[name] = padded(fields[name], num_slots + 1, filler)
     # 4. How many tokens of each frame were kept, where a policy chooses tokens.
@@ -430,7 +435,9 @@ def patches_of_grid(frame: int, rows: int, columns: int, grid: tuple[int, int]) 
     places = []
     for name, count, tokens in (("rows", rows, grid[0]), ("columns", columns, grid[1])):
         if not 1 <= count <= tokens:
-            raise ConfigError(f"a frame has {tokens} {name} of tokens, and the grid of patches {count}")
+            raise errors.ConfigError(
+                f"a frame has {tokens} {name} of tokens, and the grid of patches {count}"
+            )
         # The middles of equal parts
         places.append([(2 * i + 1) * tokens // (2 * count) for i in range(count)])
     return [(frame, row, column) for row in places[0] for column in places[1]]
@@ -443,13 +450,13 @@ def patches_of_mask(mask: Any, config: RunConfig) -> list[Place]:
     a mask that covers none.
     """
     num_frames, grid = config.num_frames, token_grid(config)
-    with library_reads("a mask of queries", remedy="give a boolean array or tensor"):
+    with errors.library_reads("a mask of queries", remedy="give a boolean array or tensor"):
         drawn, (rows, columns) = torch.as_tensor(mask), grid
     video_frames = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
     high, wide = pixel_grid(config)
     fits = drawn.ndim == 3 and len(drawn) in (num_frames, video_frames)
     if not fits or drawn.dtype != torch.bool or tuple(drawn.shape[1:]) not in (grid, (high, wide)):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"a mask of queries is boolean, [{num_frames} or {video_frames} frames] of {rows} x {columns} "
             f"tokens or {high} x {wide} pixels, not {drawn.dtype} {list(drawn.shape)}"
         )
@@ -460,7 +467,7 @@ def patches_of_mask(mask: Any, config: RunConfig) -> list[Place]:
         groups = shares[1:].unflatten(0, (num_frames - 1, -1)).mean(1)
         shares = torch.cat([shares[:1], groups])
     if not (shares >= 0.5).any():
-        raise ConfigError("the mask of queries covers half of no token; draw a larger one")
+        raise errors.ConfigError("the mask of queries covers half of no token; draw a larger one")
     return [(frame, row, column) for frame, row, column in (shares >= 0.5).nonzero().tolist()]
 
 
@@ -484,7 +491,7 @@ def map_requests(
     blocks: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
     words: bool = False,
-) -> list[CaptureRequest]:
+) -> list[capture.CaptureRequest]:
     """Ask for maps of some places; without places of all queries of each block (blocks None: the last one).
 
     Blocks of places that name a frame are those that denoise it. words adds the maps of the prompt's words
@@ -493,17 +500,17 @@ def map_requests(
     # 1. Each place as a query, and the blocks that denoise their frames.
     ranges = block_ranges(config.block_sizes)
     block_of_frame = {frame: block for block, frames in enumerate(ranges) for frame in frames}
-    queries, blocks_of_queries = list[MapQuery](), set[int]()
-    for number, place in enumerate(places or [(ANY, ANY, ANY)]):
+    queries, blocks_of_queries = list[capture.MapQuery](), set[int]()
+    for number, place in enumerate(places or [(formats.ANY, formats.ANY, formats.ANY)]):
         if place in places[:number]:
-            raise ConfigError(f"query {_name_of(place)} is named twice")
+            raise errors.ConfigError(f"query {_name_of(place)} is named twice")
         _check_place(place, len(block_of_frame), grid)
         frame, row, column = place
-        token = ALL
-        if row != ANY or column != ANY:
+        token = capture.ALL
+        if row != formats.ANY or column != formats.ANY:
             token = row * grid[1] + column
-        queries.append(MapQuery(frame, token))
-        if frame != ANY:
+        queries.append(capture.MapQuery(frame, token))
+        if frame != formats.ANY:
             blocks_of_queries.add(block_of_frame[frame])
         elif blocks is None:
             blocks_of_queries.add(len(ranges) - 1)
@@ -511,29 +518,31 @@ def map_requests(
     if blocks is not None:
         outside = blocks_of_queries - set(blocks)
         if outside:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"a query lies in block {min(outside)}, and --blocks names {sorted(blocks)} alone"
             )
     # 3. What was asked for keeps its order; blocks and steps have that of the rollout.
     for name, numbers in (("blocks", blocks), ("steps", steps)):
-        require_ascending(name, as_numbers(name, numbers), "maps come in the order of the rollout")
-    request = CaptureRequest(
-        layers=as_numbers("layers", layers),
-        blocks=as_numbers("blocks", blocks) or sorted(blocks_of_queries),
-        steps=as_numbers("steps", steps) or [config.step],
+        errors.require_ascending(
+            name, errors.as_numbers(name, numbers), "maps come in the order of the rollout"
+        )
+    request = capture.CaptureRequest(
+        layers=errors.as_numbers("layers", layers),
+        blocks=errors.as_numbers("blocks", blocks) or sorted(blocks_of_queries),
+        steps=errors.as_numbers("steps", steps) or [config.step],
         granularity="map",
         queries=tuple(queries),
     )
     if heads is not None:
-        request = replace(request, heads=tuple(as_numbers("heads", heads) or ()))
+        request = replace(request, heads=tuple(errors.as_numbers("heads", heads) or ()))
     if not words:
         return [request]
-    return [request, replace(request, kinds=("cross",), queries=(MapQuery(),))]
+    return [request, replace(request, kinds=("cross",), queries=(capture.MapQuery(),))]
 
 
 def _name_of(place: Place) -> str:
     """Return a place as flags name it: 18,1,1 for a patch, 18 for a frame."""
-    if place[1] == ANY:
+    if place[1] == formats.ANY:
         return str(place[0])
     return ",".join(map(str, place))
 
@@ -541,8 +550,8 @@ def _name_of(place: Place) -> str:
 def _check_place(place: Place, num_frames: int, grid: tuple[int, int]) -> None:
     """Raise ConfigError for a place outside the video; a whole frame has no row and no column."""
     frame, row, column = place
-    if row == column == ANY:
-        if frame != ANY:
+    if row == column == formats.ANY:
+        if frame != formats.ANY:
             check_indices(f"query {_name_of(place)}: frame", [frame], num_frames)
         return
     check_indices(f"query {_name_of(place)}: frame", [frame], num_frames)
@@ -565,11 +574,11 @@ def maps_cache(
     steps = sorted({call["step"] for call in run.records})
     blocks = sorted({call["block"] for call in run.records})
     if not blocks:
-        raise RunError("none of the blocks that maps were asked for was reached")
+        raise files.RunError("none of the blocks that maps were asked for was reached")
     if heads is None:
         heads = range(run.common["num_heads"])
     tags = [run.pass_tag(step) for step in steps]
-    fields: Record = {
+    fields: files.Record = {
         "format": "maps",
         "is_logits": True,
         "layers": list(layers),
@@ -591,16 +600,16 @@ def _block_maps(
 ) -> dict[str, Any]:
     """Return the entry of one block: values of its calls, [layers, steps, ...]."""
 
-    def call_of(name: str, layer: int, step: int) -> CapturedCall:
+    def call_of(name: str, layer: int, step: int) -> capture.CapturedCall:
         return next(call for call in run.captured(name, layer, step) if call["block"] == block)
 
-    entry: Record = {"block": block}
+    entry: files.Record = {"block": block}
     # 1. What each query sees of every key token.
     if "map_mass" in run.quantities:
         first = call_of("map_mass", layers[0], steps[0])
         places = []
         for frame, token in first["map_queries"].tolist():
-            row, column = (ANY, ANY) if token == ALL else divmod(token, columns)
+            row, column = (formats.ANY, formats.ANY) if token == capture.ALL else divmod(token, columns)
             places.append([frame, row, column])
         entry["query_frames"] = first["query_frames"]
         entry["queries"] = torch.tensor(places, dtype=torch.int32)
@@ -631,7 +640,7 @@ def _block_maps(
     return entry
 
 
-def _map_values(call: CapturedCall) -> dict[str, Tensor]:
+def _map_values(call: capture.CapturedCall) -> dict[str, Tensor]:
     """Return key_frame, key_token, key_position [Lk], logits and mass [heads, n, Lk], attended if edited."""
     assert call.layout is not None
     frames, positions = key_frames(call.layout, 1)
@@ -652,8 +661,8 @@ def base_layer_cache(run: Run, layer: int, step: int) -> dict[str, Any]:
     """Return mean logits of every frame pair of one layer at one step, with the prompt and without."""
     cond, uncond = (run.of_branch(name).frame_matrix("frame_logits", layer, step) for name in BRANCHES)
     last = list(range(run.config.num_frames))[-LAST_FRAMES:]
-    at = PassTag(step, run.pass_timesteps[step], False)
-    return build_layer_cache(run.common, at, layer, cond, last, uncond=uncond)
+    at = formats.PassTag(step, run.pass_timesteps[step], False)
+    return formats.build_layer_cache(run.common, at, layer, cond, last, uncond=uncond)
 
 
 def base_atlas_cache(run: Run, steps: Sequence[int], branch: str) -> dict[str, Any]:
@@ -661,10 +670,10 @@ def base_atlas_cache(run: Run, steps: Sequence[int], branch: str) -> dict[str, A
     reached = {call["step"] for call in run.records}
     steps = [step for step in steps if step in reached]
     if not steps:
-        raise RunError(f"none of the steps was reached for {branch}")
+        raise files.RunError(f"none of the steps was reached for {branch}")
     # An atlas has one branch of guidance; a layer cache has both
     of_branch, layers = run.of_branch(branch), list(range(run.num_layers))
-    fields: Record = {
+    fields: files.Record = {
         "format": "atlas",
         "is_logits": True,
         "branch": branch,
@@ -687,26 +696,26 @@ def bidirectional_atlas(run: Run, branch: str | None = None, **chosen: Any) -> d
     """
     # 1. The branch, and what else is chosen.
     for name in chosen:
-        require_known(name, ("block", "evaluation", "model"), "an atlas is chosen by no {}")
+        errors.require_known(name, ("block", "evaluation", "model"), "an atlas is chosen by no {}")
     branches = list(dict.fromkeys(call.at.branch for call in run.records if call.at))
     if branch is None and "cond" not in branches and len(branches) == 1:
         [branch] = branches
     elif branch is None:
         branch = "cond"
-    require_held("branch", branch, branches, "what was captured", RunError)
+    files.require_held("branch", branch, branches, "what was captured", files.RunError)
     run = run.of_branch(branch)
     for name, value in chosen.items():
-        require_held(
-            name, value, list(dict.fromkeys(call[name] for call in run.records)), "this run", RunError
+        files.require_held(
+            name, value, list(dict.fromkeys(call[name] for call in run.records)), "this run", files.RunError
         )
         run = replace(run, records=[call for call in run.records if call[name] == value])
     calls = [call for call in run.records if "frame_logits" in call.values and call.at]
     if not calls:
-        raise RunError('an atlas needs frames: capture granularity="frame", of self-attention')
+        raise files.RunError('an atlas needs frames: capture granularity="frame", of self-attention')
     # 2. Its passes, in which no two calls of a layer have the same query frames.
     places = [(call.site.layer, call["step"], frame) for call in calls for frame in call["query_frames"]]
     if len({*places}) < len(places):
-        raise RunError(_what_differs(calls))
+        raise files.RunError(_what_differs(calls))
     timesteps = {call["step"]: call["timestep"] for call in calls}
     clean = {call["step"]: call["is_clean_pass"] for call in calls}
     steps: list[Any] = sorted(timesteps, key=lambda step: step or 0)
@@ -738,7 +747,7 @@ def bidirectional_atlas(run: Run, branch: str | None = None, **chosen: Any) -> d
     return run.common | atlas
 
 
-def _what_differs(calls: Sequence[CapturedCall]) -> str:
+def _what_differs(calls: Sequence[capture.CapturedCall]) -> str:
     """Say why calls make no atlas, and what to choose."""
     for name in ("evaluation", "block", "model"):
         values = list(dict.fromkeys(call[name] for call in calls))

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from experiments import progress, provenance
+from experiments.caches import mp4
 from experiments.caches.blocks import BlockCapture, LatentBlocks, latents_path, path_of
 from experiments.caches.files import (
     CacheError,
@@ -26,17 +28,9 @@ from experiments.caches.files import (
     require_same,
     require_space,
 )
-from experiments.caches.mp4 import count_frames, mp4_tag, shows_nothing
 from experiments.extraction.video import LiveVideo
 from experiments.memory import amount, out_of_memory
-from experiments.progress import Progress, memory, observed
-from experiments.provenance import (
-    check_outputs,
-    choose_device,
-    choose_dtype,
-    fingerprint,
-    threads_for,
-)
+from experiments.provenance import fingerprint
 from experiments.runs import capturing
 from experiments.session import Session, check_numbers, load
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
@@ -65,18 +59,18 @@ class LongVideo:
             return
         if not any(self.latents.glob("block_*.safetensors")):
             raise CacheError(f"{self.path} is there without its latents; {REMEDY}")
-        tag = mp4_tag(self.path)
+        tag = mp4.mp4_tag(self.path)
         if tag is not None:
             require_same(self.path, tag.partition(" ")[0], fingerprint, REMEDY)
             return
         # One of this run that was cut off has no tag, and shows nothing
-        if not shows_nothing(self.path):
+        if not mp4.shows_nothing(self.path):
             raise CacheError(f"{self.path} is there and is no mp4 of this run; {REMEDY}")
 
     def is_whole(self, tag: str, num_frames: int) -> bool:
         """Return True where the mp4 names its run and decoder and has all frames."""
         expected = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
-        return mp4_tag(self.path) == tag and count_frames(self.path) == expected
+        return mp4.mp4_tag(self.path) == tag and mp4.count_frames(self.path) == expected
 
     def remove(self) -> None:
         """Remove the mp4, latents and attention of an earlier run."""
@@ -94,7 +88,7 @@ def make_long_video(
     latents: LatentBlocks,
     capture: BlockCapture,
     video: LiveVideo,
-    watch: Progress,
+    watch: progress.Progress,
 ) -> int:
     """Roll out what is not done yet -> the number of blocks. StoppedError where the observer asks to stop."""
     num_blocks, run = len(config.block_sizes), latents.fingerprint
@@ -115,7 +109,7 @@ def make_long_video(
     requests, block = capture.requests(captured), 0
     watch.log("rollout", prompt=config.prompt, seed=config.seed, given_blocks=first)
     with (
-        threads_for(torch.empty(1, config.num_frames, *latents.frame_shape), session.model_config),
+        provenance.threads_for(torch.empty(1, config.num_frames, *latents.frame_shape), session.model_config),
         out_of_memory(lambda: f"rolling out block {block}", requests),
         capturing(requests) as calls,
     ):
@@ -183,8 +177,8 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
     blocks = range(len(config.block_sizes))
     files = [place.path, *(latents_path(place.latents, block) for block in blocks)]
     files += [path_of(place.attention, block) for block in capture.blocks(len(blocks))]
-    check_outputs(args, config, files)
-    with claimed({str(place.path): 0}), observed(args) as watch:
+    provenance.check_outputs(args, config, files)
+    with claimed({str(place.path): 0}), progress.observed(args) as watch:
         # 1. Refuse what is there and is not this run's, and remove what kills left
         if args.overwrite:
             place.remove()
@@ -195,7 +189,7 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
                 part.unlink()
         # 2. Sizes, before anything is loaded
         model = read_model_config(config.ckpt_dir)
-        dtype = choose_dtype(config.dtype, choose_device(config.device, config.offload))
+        dtype = provenance.choose_dtype(config.dtype, provenance.choose_device(config.device, config.offload))
         frame_shape = (model.in_dim, config.height, config.width)
         latent_bytes = config.num_frames * math.prod(frame_shape) * dtype.itemsize
         sizes = {str(place.latents): latent_bytes, str(place.attention): capture.bytes(config, model)}
@@ -215,5 +209,6 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
                 count = make_long_video(session, config, place, latents, capture, video, watch)
             seconds = time.monotonic() - start
             watch.print(
-                f"{place.path}: {count} of {len(blocks)} blocks made now, {seconds:.1f} s, {memory()}"
+                f"{place.path}: {count} of {len(blocks)} blocks made now, {seconds:.1f} s, "
+                f"{progress.memory()}"
             )

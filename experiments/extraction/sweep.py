@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
-from experiments.caches.files import RunError, StoppedError, finished, save_report
+from experiments.caches import files
+from experiments.caches.files import finished
 from experiments.progress import Progress
-from wan.errors import ConfigError, one_line, short_repr
+from wan import errors
 from wan.files import read_yaml
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Results:
         return finished(self.path(name), name)
 
     def write(self, name: str, numbers: Mapping[str, Any]) -> None:
-        save_report({**numbers, "fingerprint": name}, self.path(name))
+        files.save_report({**numbers, "fingerprint": name}, self.path(name))
 
 
 class Work(Protocol):
@@ -111,16 +112,16 @@ def work_through(work: Work, items: Sequence[Any], watch: Progress, client: "Cli
                     done += 1
                     watch.log("item", item=str(item))
                     continue
-                if isinstance(error, ConfigError):
+                if isinstance(error, errors.ConfigError):
                     raise error
                 failed.append((item, error))
                 trace = "".join(traceback.format_exception(error))
                 watch.log("item", item=str(item), error=str(error), traceback=trace)
-                watch.print(f"failed  {item}  {type(error).__name__}: {one_line(error)}")
-    except (KeyboardInterrupt, StoppedError) as stop:
+                watch.print(f"failed  {item}  {type(error).__name__}: {errors.one_line(error)}")
+    except (KeyboardInterrupt, files.StoppedError) as stop:
         kept = f"{done} of {len(items)} are done and will not be made again"
         reason = str(stop) or "stopped"
-        raise StoppedError(f"{reason}; {kept}: run the same command to go on") from None
+        raise files.StoppedError(f"{reason}; {kept}: run the same command to go on") from None
     finally:
         if client is None:
             _cached.clear()  # the model's memory is free for what follows
@@ -128,8 +129,9 @@ def work_through(work: Work, items: Sequence[Any], watch: Progress, client: "Cli
     # 3. Report the first failure; --debug prints its traceback
     if failed:
         item, error = failed[0]
-        raise RunError(
-            f"{len(failed)} of {len(items)} failed; first {item}: {type(error).__name__}: {one_line(error)}; "
+        raise files.RunError(
+            f"{len(failed)} of {len(items)} failed; first {item}: {type(error).__name__}: "
+            f"{errors.one_line(error)}; "
             "the same command tries again"
         ) from error
 
@@ -137,11 +139,11 @@ def work_through(work: Work, items: Sequence[Any], watch: Progress, client: "Cli
 def _make_here(work: Work, items: Sequence[Any], watch: Progress) -> Ends:
     for number, item in enumerate(items, 1):
         if watch.stopping:
-            raise StoppedError("stopped")
+            raise files.StoppedError("stopped")
         watch.print(f"item {number} of {len(items)}: {item}")
         try:
             work.make(item, watch)
-        except StoppedError:
+        except files.StoppedError:
             raise
         except Exception as error:
             yield item, error
@@ -162,7 +164,7 @@ def _make_by_workers(client: "Client", work: Work, items: Sequence[Any], watch: 
         elif future.status == "error":
             yield item_of[future.key], future.exception().with_traceback(future.traceback())
         else:
-            raise RunError("the scheduler is gone; what is done stays, run the same command to go on")
+            raise files.RunError("the scheduler is gone; what is done stays, run the same command to go on")
 
 
 # --- Dask's workers: processes of one thread, each with its own GPU
@@ -187,7 +189,7 @@ def dask_client(args: argparse.Namespace, device: str = "auto") -> Iterator["Cli
     try:
         import distributed  # noqa: F401
     except ImportError:
-        raise ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
+        raise errors.ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
     for name in ("distributed.client", "asyncio", "tornado"):  # and what it runs on
         logging.getLogger(name).setLevel(logging.CRITICAL)
     cluster: Any = nullcontext(args.scheduler)
@@ -199,7 +201,9 @@ def dask_client(args: argparse.Namespace, device: str = "auto") -> Iterator["Cli
         # Two items in one process would share its capture and its cached model
         for name, threads in client.nthreads().items():
             if threads > 1:
-                raise ConfigError(f"worker {name} makes several items at once; start it with --nthreads 1")
+                raise errors.ConfigError(
+                    f"worker {name} makes several items at once; start it with --nthreads 1"
+                )
         if not args.quiet:
             print(f"dashboard: {client.dashboard_link}", file=sys.stderr)
         yield client
@@ -212,8 +216,8 @@ def connected(target: Any) -> "Client":
     try:
         return Client(target, set_as_default=False)
     except ValueError as error:
-        message = f"--scheduler {short_repr(target)}: {one_line(error)}; write tcp://HOST:PORT"
-        raise ConfigError(message) from None
+        message = f"--scheduler {errors.short_repr(target)}: {errors.one_line(error)}; write tcp://HOST:PORT"
+        raise errors.ConfigError(message) from None
 
 
 @contextmanager
@@ -233,7 +237,7 @@ def local_cluster(count: int, device: str) -> Iterator[str]:
         if os.environ.get("CUDA_VISIBLE_DEVICES"):
             gpus = os.environ["CUDA_VISIBLE_DEVICES"].replace(" ", "").split(",")
         if count > len(gpus):
-            raise ConfigError(f"--workers {count}, and the number of GPUs here is {len(gpus)}")
+            raise errors.ConfigError(f"--workers {count}, and the number of GPUs here is {len(gpus)}")
 
     # 2. Workers. Dask starts a lost one again, and ends each when the scheduler is gone for a minute. It must
     # not end those whose model takes most of the memory
@@ -266,7 +270,7 @@ def local_cluster(count: int, device: str) -> Iterator[str]:
 def slurm_cluster(path: str) -> Any:
     """Submit jobs as a YAML of dask-jobqueue's SLURMCluster says, `jobs` of them, each with one worker."""
     if not shutil.which("sbatch"):
-        raise ConfigError("--slurm needs SLURM's sbatch, which is not here")
+        raise errors.ConfigError("--slurm needs SLURM's sbatch, which is not here")
     from dask_jobqueue.slurm import SLURMCluster
 
     settings = {"cores": 1, "processes": 1, **read_yaml(path)}
@@ -280,5 +284,5 @@ def slurm_cluster(path: str) -> Any:
         cluster = SLURMCluster(**settings)
         cluster.adapt(minimum_jobs=jobs, maximum_jobs=jobs)  # a job that ends is followed by another
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"--slurm {path}: {one_line(error)}") from None
+        raise errors.ConfigError(f"--slurm {path}: {errors.one_line(error)}") from None
     return cluster

@@ -15,21 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments import provenance
 from experiments.caches import mp4, outputs
 from experiments.caches.files import require_writable
 from experiments.caches.mp4 import SHORTEST_SIDE, VideoWriter, require_ffmpeg, write_mp4
-from experiments.provenance import (
-    choose_device,
-    choose_dtype,
-    decoding_threads,
-    model_title,
-    vae_files,
-    video_tag,
-)
+from wan import errors
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import CheckpointError, read_model_config
 from wan.config import RunConfig
-from wan.errors import ConfigError, library_reads, short_repr
 from wan.files import read_tensors
 from wan.vae import LATENT_CHANNELS, POSITIONS_AT_ONCE, VAE, Preview, diffusers_vae
 
@@ -42,16 +35,16 @@ def load_vae(config: RunConfig, dtype: str = "float32", preview: str | None = No
 
     Raises CheckpointError for one of other latents than the model's.
     """
-    device, channels = choose_device(config.device), read_model_config(config.ckpt_dir).in_dim
+    device, channels = provenance.choose_device(config.device), read_model_config(config.ckpt_dir).in_dim
     if preview:
         if channels != LATENT_CHANNELS:
             raise CheckpointError(
                 f"{preview} decodes latents of {LATENT_CHANNELS} channels, and the model's have {channels}; "
                 "leave preview out"
             )
-        return Preview.from_file(preview, choose_dtype(dtype, device), device)
-    files = vae_files(config)
-    vae = VAE.from_pretrained(config.ckpt_dir, choose_dtype(dtype, device), device)
+        return Preview.from_file(preview, provenance.choose_dtype(dtype, device), device)
+    files = provenance.vae_files(config)
+    vae = VAE.from_pretrained(config.ckpt_dir, provenance.choose_dtype(dtype, device), device)
     of_vae, pixels = (vae.vae.config.z_dim, vae.pixels_per_latent), config.pixels_per_latent
     if of_vae != (channels, pixels):
         raise CheckpointError(
@@ -117,7 +110,7 @@ def decoded_blocks(vae: VAE | Preview, blocks: Iterable[Tensor]) -> Iterator[Ten
 
 def decode(latents: Tensor, vae: VAE | Preview) -> Tensor:
     """Decode latents [1, F, C, h, w] -> uint8 [frames, height, width, 3] on the CPU."""
-    with decoding_threads(latents.device, *latents.shape[-2:]):
+    with provenance.decoding_threads(latents.device, *latents.shape[-2:]):
         return torch.cat([*decoded_blocks(vae, [latents])], 1)[0]
 
 
@@ -132,7 +125,7 @@ def require_free(
     if not exists(path):  # False for a name that is too long
         return None  # and no weights need to be hashed
     frames = 1 + VIDEO_FRAMES_PER_LATENT * ((num_frames or config.num_frames) - 1)
-    new = mp4.contents_of_video(frames, model_title(config))
+    new = mp4.contents_of_video(frames, provenance.model_title(config))
     return outputs.require_replaceable(path, new, mp4.video_contents, overwrite)
 
 
@@ -149,7 +142,7 @@ def save_video(
         path,
         tag=tag_of(fingerprint, config, vae),
         about=vae.made_by,
-        model=model_title(config),
+        model=provenance.model_title(config),
         fps=config.fps,
         overwrite=True,  # the caller has looked at what is there
     )
@@ -158,8 +151,8 @@ def save_video(
 def tag_of(run: str, config: RunConfig, vae: VAE | Preview) -> str:
     """Return what an mp4 of a run carries that this decoder makes; its first word is the run."""
     if isinstance(vae, Preview):
-        return video_tag(run, config, vae.identity)  # a preview is known by its weights
-    return video_tag(run, config, str(vae.vae.dtype).removeprefix("torch."), vae.files)
+        return provenance.video_tag(run, config, vae.identity)  # a preview is known by its weights
+    return provenance.video_tag(run, config, str(vae.vae.dtype).removeprefix("torch."), vae.files)
 
 
 class LiveVideo:
@@ -272,7 +265,7 @@ class LiveVideo:
         try:
             # On its own stream the decoder runs beside the next block's denoising; None changes no stream
             with (
-                decoding_threads(self.device, self.config.height, self.config.width),
+                provenance.decoding_threads(self.device, self.config.height, self.config.width),
                 torch.cuda.stream(self.stream),
             ):
                 if computed is not None:
@@ -303,7 +296,7 @@ class LiveVideo:
                 self.submit(latents.to(self.device))
             self.wait()
         assert self.file is not None
-        self.file.finish(self.tag(fingerprint), model_title(self.config))
+        self.file.finish(self.tag(fingerprint), provenance.model_title(self.config))
 
 
 def decoders_device(config: RunConfig) -> torch.device:
@@ -311,7 +304,7 @@ def decoders_device(config: RunConfig) -> torch.device:
 
     A rollout has the first config.gpus of them, unless it names one.
     """
-    device = choose_device(config.device)
+    device = provenance.choose_device(config.device)
     is_named = config.gpus == 1 and device.index is not None
     if device.type != "cuda" or is_named or config.gpus >= torch.cuda.device_count():
         return device
@@ -342,7 +335,9 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
     if isinstance(source, (str, Path)):
         name, path = f"first_frames {source}", Path(source)
         if not isfile(path):  # False for a name that is too long
-            raise ConfigError(f"{name} not found; give latents (.pt, .safetensors), an mp4 or a picture")
+            raise errors.ConfigError(
+                f"{name} not found; give latents (.pt, .safetensors), an mp4 or a picture"
+            )
         if path.suffix in (".pt", ".pth", ".safetensors"):
             latents = read_latents(path, name, remedy=f"give latents {form}")
         else:
@@ -350,18 +345,22 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
             latents = vae().encode(read_pixels(path, *sides))[0]
     # 2. Take latents of the model's sizes alone.
     if not has_numbers(latents) or not latents.is_floating_point():
-        raise ConfigError(f"{name} holds {short_repr(latents)}, no finite latents of floating point {form}")
+        raise errors.ConfigError(
+            f"{name} holds {errors.short_repr(latents)}, no finite latents of floating point {form}"
+        )
     if latents.ndim == 5 and len(latents) == 1:
         latents = latents[0]
     if latents.ndim != 4 or list(latents.shape[1:]) != size or not latents.isfinite().all():
-        raise ConfigError(f"{name} holds {list(latents.shape)}, no finite latents of floating point {form}")
+        raise errors.ConfigError(
+            f"{name} holds {list(latents.shape)}, no finite latents of floating point {form}"
+        )
     # 3. They fill whole blocks, and leave one; or block 0 holds one frame.
     ends = list(accumulate(config.block_sizes))[:-1]
     if config.held_first_frame:
         ends = sorted({1, *ends})
     if len(latents) not in ends:
         allowed = ", ".join(map(str, ends)) or "no"
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{name} has {len(latents)} latent frames; a video of {config.num_frames} begins with whole "
             f"blocks, of {allowed} frames"
         )
@@ -375,7 +374,7 @@ def has_numbers(x: Any) -> bool:
 
 def read_latents(path: Path, name: str, remedy: str) -> Any:
     """Read the tensor of a .pt or .safetensors, of several the one that is called latents; None without."""
-    with library_reads(name, remedy=remedy):
+    with errors.library_reads(name, remedy=remedy):
         content = read_tensors(path)
     if not isinstance(content, dict):
         return content
@@ -389,7 +388,7 @@ def read_pixels(path: Path, height: int, width: int) -> Tensor:
 
     A whole number of four frames a latent frame, and one, is taken from the start. Frames are scaled.
     """
-    with library_reads(path, remedy="give an mp4 or a picture that ffmpeg reads, of 8 bits a channel"):
+    with errors.library_reads(path, remedy="give an mp4 or a picture that ffmpeg reads, of 8 bits a channel"):
         frames = [np.atleast_3d(frame) for frame in iio.imiter(path)]  # a grey one has no channels
         if not frames:
             raise ValueError("it has no frames")

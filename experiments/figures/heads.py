@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 import experiments.figures.style as st
 from experiments.analysis.axes import NO_SLOT, SPECIAL, KeyColumns
 from experiments.analysis.panels import BlockPanel, HeadPanel, PartsPanel, ProfileMap
-from experiments.caches.view import NOTHING, Caption
+from experiments.caches import view
 
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 MARKERS_UP_TO = 25
@@ -38,7 +38,7 @@ DASHED: st.Style = {"color": st.ORANGE, "linestyle": "--"}
 @st.styled
 def head_curves(
     panels: Sequence[HeadPanel],
-    caption: Caption,
+    caption: view.Caption,
     pictures: Sequence[np.ndarray] | None = None,
     title: str | None = None,
 ) -> Figure:
@@ -80,7 +80,7 @@ def head_curves(
     return figure
 
 
-def _draw_profile(axis: Axes, panel: HeadPanel, caption: Caption, title="") -> dict[str, Artist]:
+def _draw_profile(axis: Axes, panel: HeadPanel, caption: view.Caption, title="") -> dict[str, Artist]:
     """Draw a profile per key frame, over its tokens where they are known; return the legend of its marks."""
     F = len(panel.profile)
     if panel.curve is None:
@@ -126,7 +126,7 @@ def _mark_highest(axis: Axes, profile: np.ndarray, tops: np.ndarray, label: str)
 
 
 def _finish_profile(
-    axis: Axes, profile: np.ndarray, averages: np.ndarray, caption: Caption, title=""
+    axis: Axes, profile: np.ndarray, averages: np.ndarray, caption: view.Caption, title=""
 ) -> dict[str, Artist]:
     """Finish a panel of a profile [F] and of averages of gone frames; return the legend of its marks."""
     axis.axhline(0, color="0.4", linewidth=0.8)
@@ -154,7 +154,7 @@ def head_titles(values: np.ndarray, text: str = "H{head}, Δ = {value:+.2f}") ->
 
 @st.styled
 def head_grid(
-    profiles: np.ndarray, titles: Sequence[str], caption: Caption, *, layer: int, note=""
+    profiles: np.ndarray, titles: Sequence[str], caption: view.Caption, *, layer: int, note=""
 ) -> Figure:
     """Draw a small panel per row of profiles [n, F + averages], each on its own scale."""
     n, F = profiles.shape[0], profiles.shape[1] - caption.averages
@@ -176,7 +176,7 @@ def head_grid(
 
 
 @st.styled
-def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Sequence[str]) -> Figure:
+def sweep_curves(profiles: Mapping[str, np.ndarray], caption: view.Caption, names: Sequence[str]) -> Figure:
     """Draw a panel per head of profiles [atlases, F + averages]: mean, deviation (n − 1), each atlas."""
     columns, size = 4, (2.5, 1.4)
     if len(profiles) <= 4:
@@ -201,7 +201,7 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
 
 
 @st.styled
-def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
+def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: view.Caption) -> Figure:
     """Draw the mean over heads of profiles [N, H, F + averages] in a band: std, or middle 80 % of masses."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     columns, size, ticks = 6, (1.7, 1.2), 3
@@ -236,7 +236,7 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
 
 
 @st.styled
-def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
+def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: view.Caption) -> Figure:
     """Draw the mean over heads of profiles [N, H, F + averages], every layer in one axes."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     figure, (axis,) = st.panels(1, 1, (7.0, 3.2))
@@ -268,7 +268,7 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Captio
 
 @st.styled
 def layer_statistics(
-    first: np.ndarray, middle: np.ndarray, last: np.ndarray, layers: Sequence[int], caption: Caption
+    first: np.ndarray, middle: np.ndarray, last: np.ndarray, layers: Sequence[int], caption: view.Caption
 ) -> Figure:
     """Draw bars of the first, middle and last frame per layer: mean and deviation over heads of [N, H]."""
     N, H = first.shape
@@ -398,7 +398,7 @@ def _bars_and_line(axis: Axes, bars: np.ndarray, line: np.ndarray, color: str | 
 def frame_maps(
     matrices: np.ndarray,
     query_frames: Sequence[int],
-    caption: Caption,
+    caption: view.Caption,
     *,
     layer: int | str,
     heads: Sequence[int | str] | None = None,
@@ -467,7 +467,7 @@ def profile_heat_maps(
     subtitle="",
     *,
     columns: int | None = None,
-    highlighted_frames: Mapping[str, Sequence[int]] = NOTHING,
+    highlighted_frames: Mapping[str, Sequence[int]] = view.NOTHING,
 ) -> Figure:
     """Draw a panel per map, a row per head; panels of one quantity share one colour scale."""
     shown = [(panel, panel.values) for panel in panels if panel.values is not None]
@@ -569,7 +569,7 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
 
 @st.styled
 def rope_bands(
-    values: np.ndarray, names: Sequence[str], caption: Caption, *, layer: int, head: int
+    values: np.ndarray, names: Sequence[str], caption: view.Caption, *, layer: int, head: int
 ) -> Figure:
     """Draw what each RoPE band adds to a head's mean logits: values [F, bands]; and their sum."""
     F, bands = values.shape

@@ -19,16 +19,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from experiments.analysis.axes import AXES, key_columns
+from experiments.analysis import axes, taxonomy
 from experiments.analysis.measures import MEASURES, head_statistics, measure_heads, open_quantity
 from experiments.analysis.stats import mean_without_nan
-from experiments.analysis.taxonomy import ANCHOR, KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
-from experiments.caches import load_cache, outputs
-from experiments.caches.files import CacheError, replacing
+from experiments.caches import files, load_cache, outputs, store
 from experiments.caches.formats import MapsCache
 from experiments.caches.legacy import UNRECORDED
-from experiments.caches.store import open_layers, remedy
 from experiments.caches.view import (
     Profiles,
     average_names,
@@ -72,7 +69,7 @@ def save_page(path: str | Path, source: str | Path, overwrite: bool = False, **o
     """
     outputs.require_redrawable(path, overwrite)
     content = outputs.with_checksum(page_of(source, **options).encode())
-    with replacing(path) as file:
+    with files.replacing(path) as file:
         file.write(content)
     return Path(path)
 
@@ -137,7 +134,9 @@ def compared_cache(path: str | Path, page_passes: Sequence[Views], max_bytes: in
     for page_views, views in zip(page_passes, passes, strict=False):  # a pass beside the one of its number
         at, page_at = any_quantity(views).timestep, any_quantity(page_views).timestep
         if at is not None and page_at is not None and at != page_at:
-            raise CacheError(f"{path} has a pass at t = {at:g} where the page's cache has t = {page_at:g}")
+            raise files.CacheError(
+                f"{path} has a pass at t = {at:g} where the page's cache has t = {page_at:g}"
+            )
     return fit(passes, max_bytes) | {"name": Path(path).stem}
 
 
@@ -161,7 +160,7 @@ def add_differences(passes: Sequence[dict[str, Any]], others: Sequence[dict[str,
 
 def open_passes_of(path: Path, layers: Sequence[int] | None = None) -> list[Views]:
     """Open the passes of a cache file, or of a folder of layerN.pt that belong together, as if one cache."""
-    caches = list(open_layers(path).values()) if path.is_dir() else [load_cache(path)]
+    caches = list(store.open_layers(path).values()) if path.is_dir() else [load_cache(path)]
     passes: list[Views] = []
     for quantity in QUANTITIES:
         passes_by_cache = []
@@ -174,7 +173,7 @@ def open_passes_of(path: Path, layers: Sequence[int] | None = None) -> list[View
                 passes.append({})
             passes[number][quantity] = joined(views, layers)
     if not passes:
-        raise CacheError(f"{path} holds neither mean logits nor mass per frame")
+        raise files.CacheError(f"{path} holds neither mean logits nor mass per frame")
     return passes
 
 
@@ -199,7 +198,7 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
     source = view.source
     if view.edits:
         source = f"edited: {view.edits}. {source}"
-    limits = Thresholds()
+    limits = taxonomy.Thresholds()
     percent = {"anchor": 100 * limits.anchor_min, "veil": 100 * limits.veil_max}
     quantities = {
         name: {"label": LABELS[name], "unit": ABOUT[name][0], "name": ABOUT[name][1]} for name in passes[0]
@@ -225,7 +224,7 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
     base = size_of(data) + 302  # for one more note
     if base > max_bytes:
         profiles = f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB"
-        raise CacheError(f"{profiles}, more than the page has; allow more with --max_mb")
+        raise files.CacheError(f"{profiles}, more than the page has; allow more with --max_mb")
     # 2. Two bytes a cell, or one
     for cell_bytes in (2, 1):
         matrices = [coded_matrices(views, cell_bytes, averages) for views in passes]
@@ -289,13 +288,13 @@ def pass_data(views: Views, averages: int) -> dict[str, Any]:
 
 def kind_names(logits: Profiles | None) -> list[list[str]] | None:
     """Return the kind of every head [N][H] in words, "" for none; None without logits of context."""
-    kinds = head_kinds(logits, Thresholds())
+    kinds = taxonomy.head_kinds(logits, taxonomy.Thresholds())
     if kinds is None or logits is None:
         return None
     # The rule counts signs of all context; a head that turns from frame 0 is no anchor to a reader
     turns_away = logits.key_profiles()[..., 0] < 0
-    names = [[KINDS.get(int(kind), "") for kind in row] for row in kinds]
-    for layer, head in zip(*np.nonzero((kinds == ANCHOR) & turns_away), strict=True):
+    names = [[taxonomy.KINDS.get(int(kind), "") for kind in row] for row in kinds]
+    for layer, head in zip(*np.nonzero((kinds == taxonomy.ANCHOR) & turns_away), strict=True):
         names[layer][head] = "positive"
     return names
 
@@ -390,12 +389,12 @@ def keys_of(path: Path, passes: Sequence[Views]) -> dict[str, Any] | None:
     if cache["format"] != "atlas" or "slot_frame" not in cache:
         return None
     by_axis = {}
-    for axis in AXES:
+    for axis in axes.AXES:
         coded = list[dict[str, Any]]()
         for views in passes:
             coded.append({})
             for quantity, view in views.items():
-                columns = [key_columns(cache, layer, view.step, quantity, axis) for layer in view.layers]
+                columns = [axes.key_columns(cache, layer, view.step, quantity, axis) for layer in view.layers]
                 values = np.stack([of_layer.values for of_layer in columns])  # [N, H, columns]
                 coded[-1][quantity] = code(values, 2)
         labels = [list(of_layer.labels) for of_layer in columns]  # the same in every pass
@@ -411,10 +410,14 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     # 1. Of the same rollout, by source, length, settings and edits
     differing = differing_fields(typed, view)
     if differing:
-        raise CacheError(f"{path} belongs to another rollout than the page, by its {', '.join(differing)}")
+        raise files.CacheError(
+            f"{path} belongs to another rollout than the page, by its {', '.join(differing)}"
+        )
     places = places_of(cache)
     if not places:
-        raise CacheError(f"{path} holds no maps of queries, only words; {remedy(path, ('maps',))}")
+        raise files.CacheError(
+            f"{path} holds no maps of queries, only words; {store.remedy(path, ('maps',))}"
+        )
     # 2. Maps of every pass, layer, head and query: values are [P, N, h, n, F, rows, columns]
     maps = [
         [
@@ -431,7 +434,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     while values.size * 4 // 3 + values[..., 0, 0, 0].size * 16 > max_bytes - 2000:
         if values.shape[-2:] == (1, 1):
             fewer = "keep fewer heads or queries, or allow more with --max_mb"
-            raise CacheError(f"the maps of {path} do not fit in the page: {fewer}")
+            raise files.CacheError(f"the maps of {path} do not fit in the page: {fewer}")
         values = pooled(values)
     return {
         "layers": typed.layers,

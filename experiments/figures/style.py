@@ -39,9 +39,8 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
-from experiments.caches import outputs
-from experiments.caches.files import CacheError, replacing
-from wan.errors import ConfigError, library_writes
+from experiments.caches import files, outputs
+from wan import errors
 
 TITLE, LABEL, SMALL, TINY = 9, 8, 7, 6  # points; all letters are of these sizes, at every width
 OURS: dict[str, object] = {  # on top of seaborn's theme
@@ -173,7 +172,9 @@ def use_size(width: str | float | None = None, height: float | None = None) -> N
     inches = WIDTHS.get(width) if isinstance(width, str) else width
     for value, wanted in ((inches, width), (height, height)):
         if wanted is not None and (value is None or not 1 <= value <= 40):
-            raise ConfigError(f"a figure's size is {', '.join(WIDTHS)}, or 1..40 inches, not {wanted!r}")
+            raise errors.ConfigError(
+                f"a figure's size is {', '.join(WIDTHS)}, or 1..40 inches, not {wanted!r}"
+            )
     _size = inches, height
 
 
@@ -242,10 +243,10 @@ def save_figure(
     there that this program did not write, or that was changed since.
     """
     kind = options.pop("format", None) or Path(path).suffix.lower().removeprefix(".")
-    with library_writes(path, CacheError):
+    with errors.library_writes(path, files.CacheError):
         outputs.require_redrawable(path, overwrite)
         content = outputs.with_checksum(drawn(figure, kind, marks(kind, metadata or {}), **options))
-        with replacing(path) as file:
+        with files.replacing(path) as file:
             file.write(content)
     return Path(path)
 

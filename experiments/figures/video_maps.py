@@ -14,13 +14,12 @@ from PIL import Image
 
 import experiments.figures.style as st
 from experiments.analysis.video_maps import VideoMap
-from experiments.caches import mp4
-from experiments.caches.files import CacheError, peek, require_same
+from experiments.caches import files, mp4
 from experiments.caches.formats import FORMATS
 from experiments.caches.outputs import require_replaceable
 from experiments.caches.store import remedy
-from experiments.figures.style import RED, SMALL, styled
-from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
+from experiments.figures import style
+from wan import blocks
 from wan.errors import library_reads
 
 ALPHA = 0.65  # of the map over the picture
@@ -28,7 +27,7 @@ LEAST = 0.2  # share of it where a value is neutral
 LIGHT = 0.4  # share of white in every picture: maps would not be seen on dark ones
 FADED = 0.65  # share of white in pictures of frames that the query does not see
 NOISE: st.Style = {"fill": False, "hatch": "////", "edgecolor": "white", "linewidth": 0, "alpha": 0.8}
-QUERY: st.Style = {"fill": False, "edgecolor": RED, "linewidth": 2}
+QUERY: st.Style = {"fill": False, "edgecolor": style.RED, "linewidth": 2}
 LINE, STRIPE = 3, 16  # pixels of the query's frame, and from stripe to stripe
 OVER_VIDEO = "maps over a video"  # in place of a model, in the mp4
 HEIGHT = 60  # pixels of a thumbnail
@@ -85,7 +84,7 @@ def _scale(values: np.ndarray, quantity: str) -> ScalarMappable:
     return ScalarMappable(PowerNorm(0.5, 0, top), colors["cmap"])
 
 
-@styled
+@style.styled
 def video_map(seen: VideoMap, pictures: Sequence[np.ndarray], *, alpha=ALPHA) -> Figure:
     """Draw one map over every frame that the query sees, and its own; one scale for all."""
     key_frames = np.flatnonzero(np.isfinite(seen.values).any((1, 2))).tolist()
@@ -102,12 +101,12 @@ def video_map(seen: VideoMap, pictures: Sequence[np.ndarray], *, alpha=ALPHA) ->
         title = str(frame)
         if frame in queried:
             title += " (query)"
-        axis.set_title(title, fontsize=SMALL, pad=3)
+        axis.set_title(title, fontsize=style.SMALL, pad=3)
     _finish(figure, axes, seen.title, seen.about, scale, [seen])
     return figure
 
 
-@styled
+@style.styled
 def map_strip(
     maps: Sequence[VideoMap],
     pictures: Sequence[np.ndarray],
@@ -136,7 +135,7 @@ def map_strip(
     return figure
 
 
-@styled
+@style.styled
 def word_strip(
     words: Mapping[str, np.ndarray],
     frames: Sequence[int],
@@ -158,7 +157,7 @@ def word_strip(
     return figure
 
 
-@styled
+@style.styled
 def video_strips(
     videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str, title: str | None = None
 ) -> Figure:
@@ -221,7 +220,7 @@ def save_word_movie(
     require_replaceable(path, mp4.contents_of_video(len(video), OVER_VIDEO), mp4.video_contents, overwrite)
     with mp4.VideoWriter(path, multiple=2) as movie:
         for n, pixels in enumerate(video):
-            frame = video_to_latent_frame(n, stride)
+            frame = blocks.video_to_latent_frame(n, stride)
             panels = [blend(pixels, grid[frame], scale) for grid in words.values()]
             movie.append(np.concatenate(panels, 1)[None])
         movie.finish(model=OVER_VIDEO)
@@ -232,12 +231,12 @@ def save_map_movie(
     path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA, overwrite: bool = False
 ) -> Path:
     """Write an mp4 of frames [h, w, 3] uint8 with a map over them; unseen frames pale, noise striped."""
-    scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(RED))).astype(np.uint8)
+    scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(style.RED))).astype(np.uint8)
     require_replaceable(path, mp4.contents_of_video(len(frames), OVER_VIDEO), mp4.video_contents, overwrite)
     with mp4.VideoWriter(path, multiple=2) as movie:
         for n, pixels in enumerate(frames):
             # Video frame n shows the map of its latent frame
-            frame, size = video_to_latent_frame(n, VIDEO_FRAMES_PER_LATENT), pixels.shape[:2]
+            frame, size = blocks.video_to_latent_frame(n, blocks.VIDEO_FRAMES_PER_LATENT), pixels.shape[:2]
             picture = blend(pixels, seen.values[frame], scale, alpha)
             if frame in seen.noise_frames:
                 stripes = np.add.outer(np.arange(size[0]), np.arange(size[1])) % STRIPE < 2
@@ -259,7 +258,7 @@ def save_map_movie(
 
 def pictures(path: str | Path, num_frames: int, height: int = HEIGHT, which: int = 2) -> list[np.ndarray]:
     """Return one picture [height, W, 3] uint8 per latent frame, its video frame number which of four."""
-    stride = VIDEO_FRAMES_PER_LATENT
+    stride = blocks.VIDEO_FRAMES_PER_LATENT
     return video_frames(path, num_frames, height, {0, *range(1 + which, stride * num_frames, stride)})
 
 
@@ -268,16 +267,16 @@ def video_frames(
 ) -> list[np.ndarray]:
     """Return the wanted frames of the video of num_frames latent frames, [height, W, 3] uint8; None: all."""
     frames, count = [], 0
-    with library_reads(f"{path}: a video", CacheError):
+    with library_reads(f"{path}: a video", files.CacheError):
         for count, pixels in enumerate(iio.imiter(path, plugin="FFMPEG"), 1):
             if wanted is None or count - 1 in wanted:
                 image = Image.fromarray(pixels)
                 width = max(1, round(image.width * height / image.height))
                 frames.append(np.asarray(image.resize((width, height))))
     # Latent frame 0 is one video frame, every other one four
-    expected = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
+    expected = 1 + blocks.VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
     if count != expected:
-        raise CacheError(f"{path} has {count} frames; {num_frames} latent frames are {expected}")
+        raise files.CacheError(f"{path} has {count} frames; {num_frames} latent frames are {expected}")
     return frames
 
 
@@ -294,21 +293,21 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
     elif len(inside) == 1:
         path = inside[0]
     if not path.is_file():
-        kind = peek(source).get("format")
+        kind = files.peek(source).get("format")
         command = "the script that made the cache writes it"
         if kind in FORMATS:
             command = remedy(source, (kind,))
         if "--save_video" not in command:
             command += " --save_video"
-        raise CacheError(f"{path} not found; to make it with its cache, {command}")
+        raise files.CacheError(f"{path} not found; to make it with its cache, {command}")
     other = "make the cache again with --save_video, or name a video of the same rollout"
     # A fingerprint decides; without one a video must not be older than its cache
-    cache = peek(layers[0] if layers else source)
+    cache = files.peek(layers[0] if layers else source)
     fingerprint, tag = cache.get("fingerprint"), mp4.mp4_tag(path) or ""
     if fingerprint and (tag or video is None):
-        require_same(path, tag.partition(" ")[0], fingerprint, other)
+        files.require_same(path, tag.partition(" ")[0], fingerprint, other)
     elif video is None and not layers and path.stat().st_mtime < source.stat().st_mtime - COPIED:
-        raise CacheError(f"{path} is older than {cache_path}, so of an earlier run; {other}")
+        raise files.CacheError(f"{path} is older than {cache_path}, so of an earlier run; {other}")
     return path
 
 
@@ -326,5 +325,5 @@ def pictures_for(
         return None, ""
     try:
         return pictures(video_of(source, None), num_frames), ""
-    except CacheError as error:
+    except files.CacheError as error:
         return None, f"The video beside the cache is left out: {error}"

@@ -18,11 +18,8 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from experiments.caches.files import Record, save_report
-from experiments.miniature.judges import EvalPool, workers_of
-from experiments.miniature.moving_shapes import FPS, FRAMES, SETS, SIDE, held_out_scenes, render_videos
-from experiments.miniature.tracking import in_sight, judge, track
-from experiments.miniature.training import decode, vae_quality
+from experiments.caches import files
+from experiments.miniature import judges, moving_shapes, tracking, training
 from experiments.provenance import choose_device, environment, threads_for
 from experiments.session import load_pipeline
 from wan import checkpoint
@@ -68,7 +65,7 @@ class Miniature:
 
     def base(self, captions: list[str]) -> Iterator[Tensor]:
         """Sample the base weights with guidance, all frames at once."""
-        base = replace(self.config.base, num_video_frames=FRAMES)
+        base = replace(self.config.base, num_video_frames=moving_shapes.FRAMES)
         config = as_one_block(replace(self.config, base=base))
         state = checkpoint.read_transformer_state(config.ckpt_dir)
         model = checkpoint.build_model(
@@ -81,7 +78,7 @@ class Miniature:
 
     def reconstructed(self, videos: Sequence[Tensor]) -> Iterator[Tensor]:
         """Encode and decode videos of one length: as good as the model can be."""
-        size = max(1, self.batch * FRAMES // max(FRAMES, *map(len, videos)))
+        size = max(1, self.batch * moving_shapes.FRAMES // max(moving_shapes.FRAMES, *map(len, videos)))
         for i in range(0, len(videos), size):
             batch = torch.stack(list(videos[i : i + size])).to(self.device)
             yield from self.vae.decode(self.vae.encode(batch)).cpu()
@@ -106,7 +103,7 @@ class Parts:
     def __init__(self, path: Path, settings: dict):
         self.path = path
         self.key = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        self.done: Record = {}
+        self.done: files.Record = {}
         with suppress(ConfigError):  # not there, or damaged
             report = read_json(path)
             if report.get("key") == self.key:
@@ -116,7 +113,7 @@ class Parts:
         """Return what was measured under this name before, or measure it now."""
         if name not in self.done:
             self.done[name] = measure()
-            save_report({"key": self.key, "done": self.done}, self.path)
+            files.save_report({"key": self.key, "done": self.done}, self.path)
         return self.done[name]
 
 
@@ -129,7 +126,7 @@ def evaluate(
     """
     weights = weight_hashes(config)
     # Workers are forks, and a fork cannot use a GPU that its parent has touched: they come first.
-    with EvalPool(workers_of(workers)) as pool:
+    with judges.EvalPool(judges.workers_of(workers)) as pool:
         frozen, mini = hashes(), Miniature(config)
         torch.backends.cudnn.benchmark = mini.device.type == "cuda"  # a decoder of few sizes
         settings = {"weights": weights, "frozen": frozen, "counts": [captions, clips]}
@@ -139,7 +136,7 @@ def evaluate(
             "weights": weights,
             "frozen": frozen,
             "vae": parts.get("vae", lambda: measure_vae(mini, clips)),
-            "captions": {name: caption_set(mini, name, captions, parts, pool) for name in SETS},
+            "captions": {name: caption_set(mini, name, captions, parts, pool) for name in moving_shapes.SETS},
             "past": pasts(mini, captions, parts, pool),
         }
     partial_file.unlink(missing_ok=True)
@@ -169,14 +166,16 @@ def hashes() -> dict[str, str]:
     the hundredth of a side: the same on every CPU, whatever the code looks like.
     """
     of_scenes, answers = {}, []
-    for name, kinds in SETS.items():
-        scenes = held_out_scenes(kinds, FROZEN_SCENES)
+    for name, kinds in moving_shapes.SETS.items():
+        scenes = moving_shapes.held_out_scenes(kinds, FROZEN_SCENES)
         text = "\n".join(f"{scene.caption}: {scene}" for scene in scenes)
         of_scenes[f"scenes, {name}"] = sha256(text.encode()).hexdigest()
-        [video] = render_videos(scenes[:1], FRAMES)
-        centres = track(video, in_sight(scenes[0], SIDE)).centre[::FPS]
+        [video] = moving_shapes.render_videos(scenes[:1], moving_shapes.FRAMES)
+        centres = tracking.track(video, tracking.in_sight(scenes[0], moving_shapes.SIDE)).centre[
+            :: moving_shapes.FPS
+        ]
         rounded = [[round(x, 2) for x in centre] for centre in centres.tolist()]
-        answers.append([judge(video, scenes[0]), rounded])
+        answers.append([tracking.judge(video, scenes[0]), rounded])
     return {"tracker": sha256(json.dumps(answers).encode()).hexdigest()} | of_scenes
 
 
@@ -208,13 +207,15 @@ def intervals(answers: Answers, captions: Sequence[str]) -> dict[str, list[float
     return of_questions
 
 
-def caption_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPool) -> dict:
+def caption_set(mini: Miniature, name: str, count: int, parts: Parts, pool: judges.EvalPool) -> dict:
     """Return the shares of one set: rendered, through the VAE, causal, base."""
-    chosen = held_out_scenes(SETS[name], count)
+    chosen = moving_shapes.held_out_scenes(moving_shapes.SETS[name], count)
     prompts = [scene.caption for scene in chosen]
     sources: dict[str, Callable[[], Answers]] = {
-        "rendered": lambda: pool.judge_all(render_videos(chosen, FRAMES), chosen),
-        "vae": lambda: pool.judge_all(mini.reconstructed(render_videos(chosen, FRAMES)), chosen),
+        "rendered": lambda: pool.judge_all(moving_shapes.render_videos(chosen, moving_shapes.FRAMES), chosen),
+        "vae": lambda: pool.judge_all(
+            mini.reconstructed(moving_shapes.render_videos(chosen, moving_shapes.FRAMES)), chosen
+        ),
         "causal": lambda: pool.judge_all(mini.causal(prompts), chosen),
         "base": lambda: pool.judge_all(mini.base(prompts), chosen),
     }
@@ -231,9 +232,9 @@ def caption_set(mini: Miniature, name: str, count: int, parts: Parts, pool: Eval
     }
 
 
-def pasts(mini: Miniature, count: int, parts: Parts, pool: EvalPool) -> list[dict]:
+def pasts(mini: Miniature, count: int, parts: Parts, pool: judges.EvalPool) -> list[dict]:
     """Return what comes back from behind a wall, a row for each window of the past."""
-    chosen = held_out_scenes(SETS["behind a wall"], count)
+    chosen = moving_shapes.held_out_scenes(moving_shapes.SETS["behind a wall"], count)
     prompts, rows = [scene.caption for scene in chosen], []
     for size, sink in PASTS:
         done = parts.done["behind a wall, causal"]  # the whole past is that of caption_set()
@@ -249,7 +250,7 @@ def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
     """Return PSNR on held-out clips, and how many frames the decoder sees back."""
     vae = mini.vae.vae
     sizes = {"clips": clips, "receptive_field": receptive_field(vae.config)}
-    return sizes | vae_quality(vae, mini.device, clips)
+    return sizes | training.vae_quality(vae, mini.device, clips)
 
 
 def receptive_field(config: Mapping) -> int:
@@ -264,7 +265,7 @@ def receptive_field(config: Mapping) -> int:
     small = AutoencoderKLWan(base_dim=4, decoder_base_dim=4, z_dim=2, **sizes).double()
     # 2. Which of 64 latent frames change the last frame of the video.
     latents = torch.linspace(-1, 1, 128, dtype=torch.float64).sin().view(1, 2, 64, 1, 1).requires_grad_()
-    last_frame = decode(small, latents)[:, :, -1]
+    last_frame = training.decode(small, latents)[:, :, -1]
     [gradient] = torch.autograd.grad(last_frame.square().sum(), latents)
     latent_frames = int((gradient.abs().sum((0, 1, 3, 4)) > 0).sum())
     return 1 + 4 * (latent_frames - 1)

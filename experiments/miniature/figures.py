@@ -18,12 +18,10 @@ from matplotlib.figure import Figure
 import experiments.figures.style as st
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
-from experiments.figures import heads
-from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, save_figure, styled
-from experiments.miniature import SHIPPED
+from experiments.figures import heads, style
+from experiments.miniature import SHIPPED, moving_shapes
 from experiments.miniature.evaluation import Miniature
-from experiments.miniature.moving_shapes import FRAMES, SETS, held_out_scenes, render_videos
-from experiments.running.cli import Parser, main
+from experiments.running import cli
 from wan.config import load_config
 from wan.files import read_json
 
@@ -34,7 +32,7 @@ SMOOTHED = 7  # values of a loss that are averaged
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = cli.Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
     flag("--layers", nargs=2, metavar=("BASE", "CAUSAL"), help="layer caches: draw base above causal")
     flag("--output_dir", type=Path, default=Path("notebooks/figures"))
@@ -45,7 +43,7 @@ def run(argv=None):
     else:
         figures = {"videos_mini": videos(), "training_mini": training()}
     for name, figure in figures.items():
-        print(save_figure(figure, args.output_dir / f"{name}.svg", overwrite=args.overwrite))
+        print(style.save_figure(figure, args.output_dir / f"{name}.svg", overwrite=args.overwrite))
 
 
 def base_and_causal(*paths: str) -> Figure:
@@ -69,10 +67,14 @@ def base_and_causal(*paths: str) -> Figure:
 def videos() -> Figure:
     """Draw strips of the first held-out captions of each set: rendered, few-step rollout, base model."""
     mini = Miniature(load_config("configs/wan_mini.yaml"))
-    scenes = [scene for name, count in STRIPS.items() for scene in held_out_scenes(SETS[name], count)]
+    scenes = [
+        scene
+        for name, count in STRIPS.items()
+        for scene in moving_shapes.held_out_scenes(moving_shapes.SETS[name], count)
+    ]
     captions = [scene.caption for scene in scenes]
     rows = {
-        "rendered": render_videos(scenes, FRAMES),
+        "rendered": moving_shapes.render_videos(scenes, moving_shapes.FRAMES),
         "causal": mini.causal(captions),
         "base": mini.base(captions),
     }
@@ -104,7 +106,7 @@ def _psnr_curve(run: Mapping[str, Any]) -> list[list[float]]:
 
 
 # --- Arrays -> figures
-@styled
+@style.styled
 def training_curves(
     losses: Mapping[str, Sequence[Sequence]],
     psnr: Sequence[Sequence[float]],
@@ -118,7 +120,9 @@ def training_curves(
     """
     figure, (left, right) = st.panels(2, 2, (3.8, 2.4))
     half = SMOOTHED // 2
-    for (name, runs), color in zip(losses.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
+    for (name, runs), color in zip(
+        losses.items(), (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=False
+    ):
         for curve in runs:
             _, seconds, loss = np.array(curve).T
             share = seconds / seconds[-1]
@@ -133,10 +137,12 @@ def training_curves(
     left.yaxis.set_major_formatter("{x:g}")  # not by powers of ten: text of figures is no formula
     steps, *curves = np.array(psnr).T
     names = ("81 frames", "first second", "last second")
-    for values, color, name, marker in zip(curves, (DARK, BLUE, ORANGE), names, "os^", strict=True):
+    for values, color, name, marker in zip(
+        curves, (style.DARK, style.BLUE, style.ORANGE), names, "os^", strict=True
+    ):
         right.plot(steps, values, marker=marker, markersize=3, color=color, label=name)
     if resumed is not None:
-        right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
+        right.axvline(resumed, color=style.DARK, linestyle=":", linewidth=1, label="resumed")
     right.set(xlabel="Step", ylabel="PSNR (dB)", title="VAE, held-out clips")
     legend = st.handles(left) | st.handles(right)
     note = "dashed: earlier run of a stage; pale: single values"
@@ -144,7 +150,7 @@ def training_curves(
     return figure
 
 
-@styled
+@style.styled
 def video_strips(
     captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]], title="Videos", subtitle=""
 ) -> Figure:
@@ -172,4 +178,4 @@ def video_strips(
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

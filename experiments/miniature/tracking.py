@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import experiments.miniature.moving_shapes as made
-from experiments.miniature.moving_shapes import FPS, SIDE, Scene, coverage, scene_of
+from experiments.miniature import moving_shapes
 from wan.errors import ConfigError
 
 DIFFERS = 0.25  # RGB distance from the background at which a pixel belongs to something
@@ -60,7 +60,7 @@ class Track:
             # A template [F, H, W] of the same area and centre of mass
             radius = (area / unit_area).sqrt()
             place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
-            template = coverage(place, radius, number, alpha.shape[-1])
+            template = moving_shapes.coverage(place, radius, number, alpha.shape[-1])
             union = torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
             likeness.append((torch.minimum(alpha, template).sum((1, 2)) / union).mean())
         return made.SHAPES[int(torch.stack(likeness).argmax())]
@@ -68,7 +68,7 @@ class Track:
     @property
     def direction(self) -> str | None:
         """Return the nearest direction of its path before anything bounces; None where it does not move."""
-        seconds = torch.arange(len(self.area)) / FPS
+        seconds = torch.arange(len(self.area)) / moving_shapes.FPS
         early = self.seen & (seconds <= made.STRAIGHT)
         if early.sum() < 4:
             return None
@@ -85,7 +85,7 @@ def nearest(rgb: Tensor, names: Mapping[str, tuple[float, ...]]) -> str:
     return min(names, key=lambda name: math.dist(rgb.tolist(), names[name]))
 
 
-def in_sight(scene: Scene, size: int) -> Tensor:
+def in_sight(scene: moving_shapes.Scene, size: int) -> Tensor:
     """Return the pixels [H, W] that neither a wall nor a landmark of this scene covers."""
     axis = (torch.arange(size) + 0.5) / size
     x, y = axis.expand(size, size), axis[:, None].expand(size, size)
@@ -160,12 +160,12 @@ def _measure(alpha: Tensor, color: Tensor) -> Track:
 def outline_size(number: int) -> tuple[float, float]:
     """Return the area of a shape of radius 1, and how far its centre of mass is below its centre."""
     radius = 0.4
-    alpha = coverage(torch.tensor([0.5, 0.5]), torch.tensor(radius), number, 512)
+    alpha = moving_shapes.coverage(torch.tensor([0.5, 0.5]), torch.tensor(radius), number, 512)
     rows = (torch.arange(512) + 0.5) / 512 - 0.5
     return alpha.mean().item() / radius**2, ((alpha * rows[:, None]).sum() / alpha.sum()).item() / radius
 
 
-def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
+def judge(video: Tensor, scene: moving_shapes.Scene) -> dict[str, bool]:
     """Judge whether a video [F, 3, H, W] in 0..1 shows what the caption of a scene says, by question.
 
     Raises ConfigError for a video of another form.
@@ -180,7 +180,7 @@ def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
     # 2. Colour, outline and direction; behind a wall of the first second, for later the wall cuts its outline
     before = slice(None)
     if scene.wall:
-        before = slice(FPS)
+        before = slice(moving_shapes.FPS)
     result = {
         "background": nearest(ground, made.BACKGROUNDS) == scene.background,
         "shape": shape.shape_name(before) == mover.shape,
@@ -209,7 +209,7 @@ def _require_video(video: Tensor) -> None:
 
 def _judge_return(shape: Track) -> dict[str, bool]:
     """Compare the first second with the last half: does a shape that hid come back as what it was?"""
-    first, last = slice(0, FPS), slice(-FPS // 2, None)
+    first, last = slice(0, moving_shapes.FPS), slice(-moving_shapes.FPS // 2, None)
     start = shape.area[first].median()
     back = bool((shape.area[last] > 0.5 * start).float().mean() > 0.5)
     hid = bool((shape.area < 0.15 * start).any())
@@ -219,7 +219,7 @@ def _judge_return(shape: Track) -> dict[str, bool]:
     return {"hides": hid, "comes_back": hid and back} | same
 
 
-def _judge_crossing(video: Tensor, scene: Scene) -> dict[str, bool]:
+def _judge_crossing(video: Tensor, scene: moving_shapes.Scene) -> dict[str, bool]:
     everywhere = torch.ones(video.shape[2:], dtype=torch.bool)
     tracks = track_colors(video, [m.color for m in scene.movers])
     gap = (tracks[0].centre - tracks[1].centre).norm(dim=-1)
@@ -248,7 +248,7 @@ class Seconds(NamedTuple):
         return self.color & self.shape
 
 
-def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
+def judge_seconds(video: Tensor, scene: moving_shapes.Scene) -> Seconds:
     """Judge each second of a video [F, 3, H, W] in 0..1; a last second that is not whole is left out.
 
     Raises ConfigError for a video of another form.
@@ -256,7 +256,9 @@ def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
     _require_video(video)
     sight, movers = in_sight(scene, video.shape[-1]), scene.movers
     areas, colors, answers = list[Tensor](), list[str | None](), []
-    for second in video[: len(video) // FPS * FPS].split(FPS):  # [FPS, 3, H, W]
+    for second in video[: len(video) // moving_shapes.FPS * moving_shapes.FPS].split(
+        moving_shapes.FPS
+    ):  # [FPS, 3, H, W]
         # 1. Where the movers are
         if len(movers) > 1:
             tracks = track_colors(second, [mover.color for mover in movers])
@@ -288,7 +290,7 @@ def judge_by_caption(video: Tensor, caption: str) -> dict[str, bool]:
 
     Empty for a text that is no caption of the miniature, and for a video of another size.
     """
-    scene = scene_of(caption)
-    if scene is None or video.shape[-2:] != (SIDE, SIDE):
+    scene = moving_shapes.scene_of(caption)
+    if scene is None or video.shape[-2:] != (moving_shapes.SIDE, moving_shapes.SIDE):
         return {}
     return {question: bool(answer) for question, answer in judge(video, scene).items()}

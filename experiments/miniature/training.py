@@ -31,31 +31,19 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from experiments.analysis.stats import psnr
-from experiments.caches.files import replacing, require_writable, save_report
-from experiments.miniature import SHIPPED
-from experiments.miniature.moving_shapes import (
-    FPS,
-    FRAMES,
-    HELD_OUT_SEED,
-    SIDE,
-    Scene,
-    render_batch,
-    render_table,
-    sample_scenes,
-    scene_table,
-)
+from experiments.caches import files
+from experiments.miniature import SHIPPED, moving_shapes
 from experiments.provenance import choose_device, choose_dtype, environment
+from wan import checkpoint, pipeline
 from wan.attention import MaskedAttention
 from wan.blocks import block_ranges, block_sizes, visible_frames
 from wan.cache import of_window
-from wan.checkpoint import read_self_forcing_state, read_transformer_state, to_diffusers_names
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.files import read_json
 from wan.model import CausalWanModel, TextKeysValues, WanModel
-from wan.pipeline import FlowSchedule, add_noise
 from wan.vae import channels_last, patched, unpatched
-from wan.wings.graphs import Recorder, Replay
+from wan.wings import graphs
 
 # --- Sizes of the models
 MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)
@@ -302,7 +290,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.calls: Counter[str] = Counter()
-        self.replays: dict[str, Replay] = {}
+        self.replays: dict[str, graphs.Replay] = {}
         self.values: dict[str, Tensor] = {}  # what a call returned, in its graph's memory
 
     def __call__(self, kind: str, function: Callable[[], Tensor]) -> Tensor:
@@ -319,13 +307,16 @@ class CudaGraphs:
             def run() -> None:
                 self.values[kind] = function()
 
-            self.replays[kind] = Recorder(self.device).record(run)  # each kind has memory of its own
+            self.replays[kind] = graphs.Recorder(self.device).record(run)  # each kind has memory of its own
         self.replays[kind]()
         return self.values[kind]
 
 
 # --- Stage 1: the VAE, on short clips first, then on clips longer than it can see back
-SHORT_CLIPS, LONG_CLIPS = (5, 17), (17, 33, FRAMES, 129)  # video frames; the decoder sees 109 back
+SHORT_CLIPS, LONG_CLIPS = (
+    (5, 17),
+    (17, 33, moving_shapes.FRAMES, 129),
+)  # video frames; the decoder sees 109 back
 SHORT_SHARE = 0.4  # of the stage, with short clips
 QUALITY_POINTS = 10  # of the PSNR curve
 CHECKED_CLIPS, FINAL_CLIPS = 8, 32
@@ -338,18 +329,18 @@ def train_vae(stage: Stage) -> dict:
     """Train random weights -> vae/. Return losses and the PSNR of held-out clips."""
     vae = AutoencoderKLWan(**VAE).to(stage.device, torch.float32)
     channels_last(vae)
-    scenes = list(itertools.islice(sample_scenes(stage.seed, kinds=KINDS), stage.clips))
-    table = scene_table(scenes).to(stage.device)
+    scenes = list(itertools.islice(moving_shapes.sample_scenes(stage.seed, kinds=KINDS), stage.clips))
+    table = moving_shapes.scene_table(scenes).to(stage.device)
     curve: list[list[float]] = []
 
     def loss_of(step: int, progress: float) -> tuple[str, Loss]:
         lengths = SHORT_CLIPS if progress < SHORT_SHARE else LONG_CLIPS
         frames = lengths[step % len(lengths)]
-        size = (max(1, round(stage.batch * FRAMES / frames)),)  # as many frames in every step
+        size = (max(1, round(stage.batch * moving_shapes.FRAMES / frames)),)  # as many frames in every step
 
         def loss() -> Tensor:
             chosen = table[torch.randint(len(table), size, device=stage.device)]
-            return vae_loss(vae, render_table(chosen, frames, SIDE))
+            return vae_loss(vae, moving_shapes.render_table(chosen, frames, moving_shapes.SIDE))
 
         return f"{frames} frames", loss
 
@@ -361,7 +352,9 @@ def train_vae(stage: Stage) -> dict:
     [averaged], numbers = fit(stage, [vae], loss_of, lambda _, p: p.ndim >= 4, before)
 
     # Latents are normalised by the statistics of their channels, which the VAE's config keeps.
-    sample = list(itertools.islice(sample_scenes(stage.seed + 1, kinds=KINDS), min(256, stage.clips)))
+    sample = list(
+        itertools.islice(moving_shapes.sample_scenes(stage.seed + 1, kinds=KINDS), min(256, stage.clips))
+    )
     latents = encode_scenes(averaged, sample, stage.device).float()  # [N, z, f, h, w]
     std, mean = torch.std_mean(latents, (0, 2, 3, 4))
     averaged.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
@@ -409,25 +402,34 @@ def decode(vae: AutoencoderKLWan, z: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def encode_scenes(vae: AutoencoderKLWan, scenes: Sequence[Scene], device: torch.device) -> Tensor:
+def encode_scenes(
+    vae: AutoencoderKLWan, scenes: Sequence[moving_shapes.Scene], device: torch.device
+) -> Tensor:
     """Render clips of 81 frames -> latent means [N, z, f, h, w]."""
     batches = (scenes[i : i + 32] for i in range(0, len(scenes), 32))
-    videos = (render_batch(list(batch), FRAMES, SIDE, device) for batch in batches)
+    videos = (
+        moving_shapes.render_batch(list(batch), moving_shapes.FRAMES, moving_shapes.SIDE, device)
+        for batch in batches
+    )
     return torch.cat([encode(vae, video.to(vae.dtype))[0] for video in videos])
 
 
 @torch.no_grad()
 def vae_quality(vae: AutoencoderKLWan, device: torch.device, clips: int) -> dict[str, float]:
     """Return the mean PSNR in dB of held-out clips of 81 frames: all frames, first second, last second."""
-    scenes = list(itertools.islice(sample_scenes(HELD_OUT_SEED, held_out=True), clips))
+    scenes = list(
+        itertools.islice(moving_shapes.sample_scenes(moving_shapes.HELD_OUT_SEED, held_out=True), clips)
+    )
     frames = {
         "psnr": slice(None),
-        "psnr_first_second": slice(FPS),
-        "psnr_last_second": slice(-FPS, None),
+        "psnr_first_second": slice(moving_shapes.FPS),
+        "psnr_last_second": slice(-moving_shapes.FPS, None),
     }
     decibels = defaultdict[str, list[float]](list)
     for i in range(0, clips, 8):
-        video = render_batch(scenes[i : i + 8], FRAMES, SIDE, device)  # [N, 3, T, H, W] in -1..1
+        video = moving_shapes.render_batch(
+            scenes[i : i + 8], moving_shapes.FRAMES, moving_shapes.SIDE, device
+        )  # [N, 3, T, H, W] in -1..1
         decoded = decode(vae, encode(vae, video.to(vae.dtype))[0]).float().clamp(-1, 1)
         for name, chosen in frames.items():
             pair = video[:, :, chosen].cpu().numpy(), decoded[:, :, chosen].cpu().numpy()
@@ -450,7 +452,7 @@ class LatentClips:
 
     def __init__(self, stage: Stage):
         seed, file = stage.seed + 2, stage.output_dir / "latents.pt"
-        scenes = list(itertools.islice(sample_scenes(seed, kinds=KINDS), stage.clips))
+        scenes = list(itertools.islice(moving_shapes.sample_scenes(seed, kinds=KINDS), stage.clips))
         weights = (stage.output_dir / "vae/diffusion_pytorch_model.safetensors").read_bytes()
         made_of = [seed, stage.clips, list(KINDS), sha256(weights).hexdigest()]
         saved = torch.load(file, weights_only=True, map_location="cpu") if file.is_file() else {}
@@ -502,7 +504,7 @@ def is_block_matrix(name: str, p: Tensor) -> bool:
 def train_base(stage: Stage) -> dict:
     """Match the flow of whole clips, jointly with the text encoder -> files of both and the tokenizer."""
     clips = LatentClips(stage)
-    timesteps = FlowSchedule(SHIFT).timesteps.to(stage.device)
+    timesteps = pipeline.FlowSchedule(SHIFT).timesteps.to(stage.device)
     model = WanModel(**asdict(MODEL)).to(stage.device)
     model.init_weights()
     encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(shipped_tokenizer()), **TEXT))
@@ -513,7 +515,7 @@ def train_base(stage: Stage) -> dict:
         chosen = clips.draw(stage.batch)
         x0, rows = clips.latents[chosen], clips.drop_captions(chosen)  # [B, C, F, h, w]
         noise, t = torch.randn_like(x0), draw(timesteps, len(x0))
-        flow = model(add_noise(x0, noise, noise_levels(t, x0)), t, encode_text(encoder, clips, rows))
+        flow = model(pipeline.add_noise(x0, noise, noise_levels(t, x0)), t, encode_text(encoder, clips, rows))
         return F.mse_loss(flow.float(), (noise - x0).float())
 
     modules = [model, encoder]
@@ -532,7 +534,7 @@ def compile_layers(stage: Stage, model: WanModel) -> None:
 def save_base(native: dict[str, Tensor], folder: Path) -> None:
     """Save a transformer under diffusers' names, and what else of a WanPipeline no training changes."""
     (folder / "transformer").mkdir(parents=True, exist_ok=True)
-    weights = {k: v.cpu().contiguous() for k, v in to_diffusers_names(native).items()}
+    weights = {k: v.cpu().contiguous() for k, v in checkpoint.to_diffusers_names(native).items()}
     save_file(weights, folder / "transformer/diffusion_pytorch_model.safetensors")
     if folder.resolve() != SHIPPED.resolve():
         for name in ("scheduler", "tokenizer"):
@@ -590,7 +592,7 @@ class TeacherForcing:
         mask = self.token_mask(frame_mask(sizes, stage.window, stage.sink)).to(stage.device)
         self.mask = masked_attention(mask, stage)
         self.frames = [*range(self.num_frames)] * 2
-        schedule = FlowSchedule(SHIFT)
+        schedule = pipeline.FlowSchedule(SHIFT)
         self.timesteps = schedule.timesteps.to(stage.device)
         self.sampler_steps = schedule.warp(SAMPLER_STEPS).to(stage.device)
 
@@ -618,7 +620,7 @@ class TeacherForcing:
         t = torch.where(torch.rand_like(t) < 0.5, sampled, t)
         t = t.repeat_interleave(len(self.blocks[0]), 1)  # [B, blocks] -> [B, F]
         # 3. The flow from clean latents to noise
-        flow = self.predict(past, add_noise(x0, noise, noise_levels(t, x0)), t, text)
+        flow = self.predict(past, pipeline.add_noise(x0, noise, noise_levels(t, x0)), t, text)
         return F.mse_loss(flow.float(), (noise - x0).float())
 
     def predict(self, past: Tensor, x: Tensor, t: Tensor, text: TextKeysValues) -> Tensor:
@@ -640,7 +642,7 @@ class TeacherForcing:
             return x0, text
         t = self.sampler_steps[-1].expand(x0.shape[:2])
         sigma = noise_levels(t, x0)
-        x = add_noise(x0, torch.randn_like(x0), sigma)
+        x = pipeline.add_noise(x0, torch.randn_like(x0), sigma)
         past = x - sigma * self.predict(x0, x, t, text)
         return past.to(x.dtype).detach(), text
 
@@ -653,9 +655,11 @@ def train_causal(stage: Stage) -> dict:
     clips = LatentClips(stage)
     model = CausalWanModel(**asdict(MODEL)).to(stage.device)
     if stage.name == "causal":
-        state = read_transformer_state(stage.output_dir)
+        state = checkpoint.read_transformer_state(stage.output_dir)
     else:
-        state = read_self_forcing_state(stage.output_dir / (GENERATOR if stage.rank else "causal.pt"))
+        state = checkpoint.read_self_forcing_state(
+            stage.output_dir / (GENERATOR if stage.rank else "causal.pt")
+        )
     model.load_state_dict(state)
     if stage.rank:
         adapt(model, stage.rank)
@@ -670,7 +674,7 @@ def train_causal(stage: Stage) -> dict:
 
     muon = (lambda *_: False) if stage.rank else is_block_matrix
     [averaged], numbers = fit(stage, [model], loss_of, muon)
-    with replacing(stage.output_dir / stage.file) as file:
+    with files.replacing(stage.output_dir / stage.file) as file:
         torch.save(lora_state(averaged) if stage.rank else generator_state(averaged), file)
     return numbers
 
@@ -704,7 +708,7 @@ class FewStep(TeacherForcing):
     def __init__(self, stage: Stage, model: CausalWanModel, clips: LatentClips):
         super().__init__(stage, model, clips)
         self.teacher = CausalWanModel(**asdict(MODEL)).to(stage.device, stage.dtype).requires_grad_(False)
-        self.teacher.load_state_dict(read_self_forcing_state(stage.output_dir / "causal.pt"))
+        self.teacher.load_state_dict(checkpoint.read_self_forcing_state(stage.output_dir / "causal.pt"))
         # The teacher always works in blocks of three that see the whole past, whatever a LoRA is trained for.
         mask = self.token_mask(frame_mask(block_sizes(self.num_frames))).to(stage.device)
         length = self.tokens * self.num_frames
@@ -827,7 +831,7 @@ def train(name: str, output_dir: Path, device: str = "auto", overwrite: bool = F
     if weights.exists() and not overwrite:
         raise ConfigError(f"{weights} is there; choose another --output_dir, or --overwrite replaces it")
     path = output_dir / "training.json"
-    require_writable(path)
+    files.require_writable(path)
     torch.manual_seed(stage.seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5
@@ -836,5 +840,5 @@ def train(name: str, output_dir: Path, device: str = "auto", overwrite: bool = F
     recipe = {field: getattr(stage, field) for field in LOGGED}
     entry = {"environment": environment(chosen)} | recipe | numbers
     log = read_json(path) if path.exists() else {}
-    save_report(log | {name: entry}, path)
+    files.save_report(log | {name: entry}, path)
     return entry

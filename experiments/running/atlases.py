@@ -11,22 +11,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from experiments.caches import mp4, store
-from experiments.caches.files import REMEDY, CacheError, claimed, finished, remove_leftovers, require_space
-from experiments.extraction.sweep import cached, call_on_worker, dask_client, work_through
+from experiments import progress, provenance
+from experiments.caches import files, mp4, store
+from experiments.extraction import sweep
 from experiments.extraction.video import check_video, require_free
 from experiments.memory import estimate_bytes
-from experiments.progress import Progress, deterministic, observed
 from experiments.prompts import encode_prompts
-from experiments.provenance import (
-    check_outputs,
-    choose_device,
-    choose_dtype,
-    fingerprint,
-    identity,
-    video_tag,
-)
-from experiments.running.cli import WORKERS, plan, require_effect, videos_of
+from experiments.provenance import fingerprint
+from experiments.running import cli
 from experiments.running.run import PlannedCache, cache_builders, make_caches, save, video_of
 from experiments.session import Session, load
 from wan.capture import CaptureRequest
@@ -64,43 +56,47 @@ class AtlasSweep:
         """Return whether the cache, and the wanted video, are there. CacheError for other settings."""
         if self.args.overwrite:
             return False
-        cache = finished(run.path, run.fingerprint)
+        cache = files.finished(run.path, run.fingerprint)
         if cache is None:
             path = Path(run.path)
             if path.exists() and store.cache_contents(path) is None and not store.is_damaged_cache(path):
-                raise CacheError(f"{run.path} is there, and is no whole cache; move it away, or {REMEDY}")
+                raise files.CacheError(
+                    f"{run.path} is there, and is no whole cache; move it away, or {files.REMEDY}"
+                )
             return False
         for name in self.fields:
             if name not in cache:
-                raise CacheError(f"{run.path} belongs to a sweep that did not capture {name}; {REMEDY}")
-        tag = video_tag(run.fingerprint, run.config, self.args.vae_dtype)
-        return all(mp4.mp4_tag(video) == tag for video in videos_of(self.args, [run.path]))
+                raise files.CacheError(
+                    f"{run.path} belongs to a sweep that did not capture {name}; {files.REMEDY}"
+                )
+        tag = provenance.video_tag(run.fingerprint, run.config, self.args.vae_dtype)
+        return all(mp4.mp4_tag(video) == tag for video in cli.videos_of(self.args, [run.path]))
 
-    def make(self, run: PlannedRun, watch: Progress) -> None:
+    def make(self, run: PlannedRun, watch: progress.Progress) -> None:
         """Make one cache, after its video if one is wanted."""
-        videos = videos_of(self.args, [run.path])
+        videos = cli.videos_of(self.args, [run.path])
         for path in (run.path, *videos):  # of killed processes
-            remove_leftovers(Path(path))
+            files.remove_leftovers(Path(path))
         for video in videos:
             if Path(video).exists() and not mp4.shows_nothing(video):
                 require_free(video, run.config, bool(self.args.overwrite))
         # What is left at these paths is missing, partial or damaged
         args = argparse.Namespace(**{**vars(self.args), "overwrite": True})
-        with deterministic() if self.args.deterministic else nullcontext():
-            session = cached("model", run.model, lambda: self.load(run.config, watch))
+        with progress.deterministic() if self.args.deterministic else nullcontext():
+            session = sweep.cached("model", run.model, lambda: self.load(run.config, watch))
             with video_of(self.args, run.config, videos[0], watch) if videos else nullcontext():
                 result = session.generate(config=run.config, requests=self.requests, observer=watch)
                 save(args, result, {run.path: self.cache}, watch)
 
-    def load(self, config: RunConfig, watch: Progress) -> Session:
+    def load(self, config: RunConfig, watch: progress.Progress) -> Session:
         decodes = self.args.save_video is not None
         return load(config).prepare(self.requests, self.prompts, watch, replays=True, decodes=decodes)
 
 
 def encode(config: RunConfig, prompts: Sequence[str]) -> None:
     """Store the states of prompts in embeds_dir, where all workers find them."""
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    device = provenance.choose_device(config.device)
+    dtype = provenance.choose_dtype(config.dtype, device)
     encode_prompts(config, prompts, read_model_config(config.ckpt_dir), dtype, device)
 
 
@@ -114,9 +110,9 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
         config, args.mass, args.key_curve, args.cross, args.rope_bands, args.query_key_means
     )
     cache = PlannedCache("atlas", cache_builders.atlas_cache)
-    require_effect(args, ["step"], "on an atlas, which has every pass")
+    cli.require_effect(args, ["step"], "on an atlas, which has every pass")
     if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
-        require_effect(args, WORKERS, "on one run; a sweep takes --prompts, --seeds or --checkpoints")
+        cli.require_effect(args, cli.WORKERS, "on one run; a sweep takes --prompts, --seeds or --checkpoints")
         make_caches(args, config, requests, {args.output_path: cache})
         return
     if config.gpus > 1:
@@ -130,26 +126,28 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
     }
 
     # 1. Which runs, and where their files go
-    planned = plan(args, config)
+    planned = cli.plan(args, config)
     folder = Path(args.output_dir)
-    videos = [video for path in planned for video in videos_of(args, [path])]
+    videos = [video for path in planned for video in cli.videos_of(args, [path])]
     models = {run.checkpoint_path: replace(run, prompt="", seed=0) for run in planned.values()}
     for model in models.values():
-        check_outputs(args, model, [*planned, *videos])
+        provenance.check_outputs(args, model, [*planned, *videos])
     with (
-        claimed({str(folder / "atlases"): 0}),  # one command works in a folder at a time
-        observed(args) as watch,
-        dask_client(args, config.device) as client,
+        files.claimed({str(folder / "atlases"): 0}),  # one command works in a folder at a time
+        progress.observed(args) as watch,
+        sweep.dask_client(args, config.device) as client,
     ):
         # 2. Whether there is room and a decoder for the missing files
         missing = [path for path in planned if not Path(path).exists()]
-        require_space(folder, dict.fromkeys(missing, estimate_bytes(config, requests)))
+        files.require_space(folder, dict.fromkeys(missing, estimate_bytes(config, requests)))
         if not all(Path(video).exists() for video in videos):
             check_video(config)
 
         # 3. Fingerprints, by the weights and the device of whoever makes the caches
         runs = []
-        identities = {path: call_on_worker(client, identity, model) for path, model in models.items()}
+        identities = {
+            path: sweep.call_on_worker(client, provenance.identity, model) for path, model in models.items()
+        }
         for path, run in planned.items():
             settings = identities[run.checkpoint_path]
             key = fingerprint(settings, requests=str(requests))  # a model in memory serves these requests
@@ -167,4 +165,4 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
                 parts = range(0, len(prompts), PROMPTS_AT_ONCE)
                 batches = [prompts[start : start + PROMPTS_AT_ONCE] for start in parts]
                 client.gather(client.map(partial(encode, config), batches, pure=False))
-        work_through(work, runs, watch, client)
+        sweep.work_through(work, runs, watch, client)

@@ -17,25 +17,10 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from experiments.caches.files import (
-    RunError,
-    StoppedError,
-    located,
-    require_distinct,
-    require_suffix,
-)
-from experiments.configs import policy_settings, with_paths
-from experiments.progress import SIGNALS, stop_when_asked, talking
+from experiments import configs, progress
+from experiments.caches import files
+from wan import errors
 from wan.config import DType, LoRAFile, RunConfig, load_config
-from wan.errors import (
-    ConfigError,
-    UserError,
-    did_you_mean,
-    one_line,
-    reason_of,
-    require_text,
-    short_repr,
-)
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
 # This module and those it imports must not import torch: --help would wait for it.
@@ -50,16 +35,16 @@ OF_CLASSES = {  # of torch, Python and its pools: what an exception that no user
 }
 
 
-@talking()
+@progress.talking()
 def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
     """Run a script and end the process: 0, 1 for a failed run, 2 for bad input, 130 where it was stopped."""
     atexit.register(gc.freeze)  # else Python goes over all objects of torch when it ends, for 0.6 s
-    warnings.showwarning = lambda message, *_: print(f"warning: {one_line(message)}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: print(f"warning: {errors.one_line(message)}", file=sys.stderr)
     earlier = dict[int, Any]()
     try:
-        for number in SIGNALS:
+        for number in progress.SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # such as nohup's
-                earlier[number] = signal.signal(number, stop_when_asked)
+                earlier[number] = signal.signal(number, progress.stop_when_asked)
         run(argv)
     except (KeyboardInterrupt, Exception) as error:
         message, code = explained(error)
@@ -85,22 +70,22 @@ def explained(error: BaseException) -> tuple[str, int]:
     if group is not None and trouble:
         return f"another process of this rollout did not answer in {group.TIMEOUT.seconds} s", 1
     # 2. What a user can mend
-    if isinstance(error, StoppedError):
+    if isinstance(error, files.StoppedError):
         return str(error), 130
-    if isinstance(error, RunError):
+    if isinstance(error, files.RunError):
         return str(error), 1
-    if isinstance(error, UserError):
+    if isinstance(error, errors.UserError):
         return str(error), 2
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
     if isinstance(error, OSError) and error.errno is not None:
-        return one_line(f"{error.filename or 'a file'}: {error.strerror or error}"), 2
+        return errors.one_line(f"{error.filename or 'a file'}: {error.strerror or error}"), 2
     if isinstance(error, OSError):  # of Dask, which says where no scheduler answers
-        return one_line(error), 2
+        return errors.one_line(error), 2
     # 3. What nobody foresaw
     how = "please report it with the traceback, which --debug prints"
     message = OF_CLASSES.get(type(error).__name__, f"unexpected {type(error).__name__}: {{reason}}: {how}")
-    return one_line(message.format(reason=reason_of(error))), 1
+    return errors.one_line(message.format(reason=errors.reason_of(error))), 1
 
 
 # --- Parsing: numbers have limits, words are text, no output is an input
@@ -125,7 +110,7 @@ class number:  # in small letters, as int and float: a type of a flag
             value = self.kind(text)
             if is_plain and self.low <= value <= self.high:
                 return value
-        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a {self.range_in_words()}")
+        raise argparse.ArgumentTypeError(f"{errors.short_repr(text)} is not a {self.range_in_words()}")
 
     def range_in_words(self) -> str:
         """Say which numbers are meant: "whole number from 1 to 131072"."""
@@ -278,8 +263,8 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a value that is none of a flag's choices, with the nearest."""
         if action.choices is not None and value not in action.choices:
-            hint = did_you_mean(value, map(str, action.choices))
-            raise argparse.ArgumentError(action, f"invalid choice: {short_repr(value)}{hint}")
+            hint = errors.did_you_mean(value, map(str, action.choices))
+            raise argparse.ArgumentError(action, f"invalid choice: {errors.short_repr(value)}{hint}")
 
     def exclude(self, *names: str) -> None:
         """Make these flags mutually exclusive, with argparse's message."""
@@ -304,7 +289,7 @@ class Parser(argparse.ArgumentParser):
                 continue
             for text in texts:
                 inputs += [path for path in (text, text.partition("=")[2]) if isfile(path)]
-        require_distinct(outputs, inputs)
+        files.require_distinct(outputs, inputs)
         parsed.inputs, parsed.words = inputs, words  # words are for the processes of --gpus
         return parsed
 
@@ -336,7 +321,7 @@ class Parser(argparse.ArgumentParser):
         """
         flag = ""
         for word in words:
-            require_text(word, flag or "a word")
+            errors.require_text(word, flag or "a word")
             value: str | None = word
             if word.startswith("--"):
                 flag, equals, value = word.partition("=")
@@ -350,8 +335,8 @@ class Parser(argparse.ArgumentParser):
         unknown = [word for word in words.split() if word.startswith("--")]
         flags = [flag for action in self._actions for flag in action.option_strings]
         if not before and unknown and get_close_matches(unknown[0], flags, 1):
-            message += did_you_mean(unknown[0], flags)
-        self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
+            message += errors.did_you_mean(unknown[0], flags)
+        self.exit(2, f"error: {errors.one_line(message)}; see {self.prog} --help\n")
 
 
 def group_of(action: argparse.Action) -> str:
@@ -430,7 +415,7 @@ def run_parser(
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also an mp4, beside the cache or at PATH")
     flag(
         "--preview",
-        type=located,
+        type=files.located,
         metavar="FILE",
         help="decode the video by TAEHV's small decoder, for a first look",
     )
@@ -443,12 +428,17 @@ def run_parser(
     flag("--cache_policy", metavar="FILE_OR_NAME", help="what a block may look at (configs/policies)")
     flag(
         "--prompt_schedule",
-        type=located,
+        type=files.located,
         metavar="FILE",
         help="a YAML of the prompts that follow, and their first frames",
     )
     flag("--lora", nargs="+", metavar="FILE[:STRENGTH]", help="LoRAs to merge, beside the config's lora_path")
-    flag("--interventions", type=located, metavar="FILE", help="a YAML of edits, in place of the config's")
+    flag(
+        "--interventions",
+        type=files.located,
+        metavar="FILE",
+        help="a YAML of edits, in place of the config's",
+    )
     add_run_flags(parser)
     parser.exclude("gpu_id", "device")
     return parser
@@ -459,7 +449,7 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
     flag = parser.add_argument
     flag(
         "--prompts",
-        type=located,
+        type=files.located,
         metavar="FILE",
         help="a sweep over the prompts in a file, one per line; # comments",
     )
@@ -468,7 +458,7 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
     if checkpoints:
         flag(
             "--checkpoints",
-            type=located,
+            type=files.located,
             nargs="+",
             metavar="FILE",
             help=f"a sweep over weights, each in a folder of its name; {BASE}: those of --ckpt_dir",
@@ -490,7 +480,7 @@ def add_worker_flags(parser: Parser) -> None:
     flag("--scheduler", metavar="ADDRESS", help="the workers of a Dask cluster, such as tcp://host:8786")
     flag(
         "--slurm",
-        type=located,
+        type=files.located,
         metavar="FILE",
         help="workers that SLURM starts: a YAML as experiments/running/slurm.yaml",
     )
@@ -515,12 +505,16 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         values["device"] = f"cuda:{args.gpu_id}"
     if args.cache_policy is not None:
         # local_attn_size and sink_size of the YAML mean a policy too, and are replaced with it
-        values |= {"cache_policy": policy_settings(args.cache_policy), "local_attn_size": -1, "sink_size": 0}
+        values |= {
+            "cache_policy": configs.policy_settings(args.cache_policy),
+            "local_attn_size": -1,
+            "sink_size": 0,
+        }
     if args.prompt_schedule:
         values["prompt_schedule"] = schedule_settings(args.prompt_schedule)
     if args.lora:
         values["lora"] = [lora_file(text) for text in args.lora]
-    config = with_paths(load_config(args.config_path, values), located)
+    config = configs.with_paths(load_config(args.config_path, values), files.located)
     if args.no_checkpoint:
         config = replace(config, checkpoint_path=None)
     if config.prompt_embeds:
@@ -541,7 +535,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 def lora_file(text: str) -> LoRAFile:
     """Parse a LoRA flag, FILE or FILE:STRENGTH; the name itself may contain colons and end in a number."""
     path, colon, strength = text.rpartition(":")
-    if colon and path and not isfile(located(text)):
+    if colon and path and not isfile(files.located(text)):
         with suppress(ValueError):  # of a name with a colon
             return LoRAFile(path, float(strength))
     return LoRAFile(text)
@@ -552,7 +546,7 @@ def require_effect(args: argparse.Namespace, flags: Iterable[str], where: str) -
     words = {word.partition("=")[0] for word in args.words}
     for flag in flags:
         if f"--{flag}" in words:
-            raise ConfigError(f"--{flag} has no effect {where}; leave it out")
+            raise errors.ConfigError(f"--{flag} has no effect {where}; leave it out")
 
 
 def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
@@ -565,26 +559,28 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
             require_effect(args, DECODING, "without --save_video")
         return []
     if args.save_video:
-        require_suffix(args.save_video, ".mp4")
+        files.require_suffix(args.save_video, ".mp4")
     return [args.save_video or str(Path(next(iter(paths))).with_suffix(".mp4"))]
 
 
 # --- --config_path and --prompt_schedule: names and files -> settings of a config
 def input_path(text: str) -> Path:
     """Return the path of a file or folder that a script reads, below the root where it is only there."""
-    return Path(located(text))
+    return Path(files.located(text))
 
 
 def config_file(name: str) -> str:
     """Return the path of a config: itself, or of configs/ by its stem, such as wan_mini."""
-    path, named = located(name), located(f"configs/{name}.yaml")
+    path, named = files.located(name), files.located(f"configs/{name}.yaml")
     if isfile(path):
         return path
     if isfile(named):
         return named
     if Path(name).name == name and not Path(name).suffix:
-        hint = did_you_mean(name, [path.stem for path in Path(located("configs")).glob("*.yaml")])
-        raise argparse.ArgumentTypeError(f"{short_repr(name)} is no file, and none of configs/{hint}")
+        hint = errors.did_you_mean(
+            name, [path.stem for path in Path(files.located("configs")).glob("*.yaml")]
+        )
+        raise argparse.ArgumentTypeError(f"{errors.short_repr(name)} is no file, and none of configs/{hint}")
     return name
 
 
@@ -594,8 +590,9 @@ def schedule_settings(path: str) -> list[Any]:
     prompts = settings.get("prompts")
     fits = isinstance(prompts, list) and all(isinstance(prompt, dict) for prompt in prompts)
     if not isinstance(prompts, list) or not prompts or not fits or set(settings) != {"prompts"}:
-        raise ConfigError(
-            f"prompt schedule {short_repr(path)} is no YAML file of one list `prompts`, each with frame, "
+        raise errors.ConfigError(
+            f"prompt schedule {errors.short_repr(path)} is no YAML file of one list `prompts`, "
+            "each with frame, "
             "prompt and perhaps how"
         )
     return prompts
@@ -613,7 +610,9 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
     """
     # 1. Where everything goes
     if not args.output_dir or args.save_video:
-        raise ConfigError("a sweep needs --output_dir, for caches and videos: no --save_video with a PATH")
+        raise errors.ConfigError(
+            "a sweep needs --output_dir, for caches and videos: no --save_video with a PATH"
+        )
     # 2. A folder for each checkpoint, named as its file; None is the base weights
     folder = Path(args.output_dir)
     folders: dict[str | None, Path] = {config.checkpoint_path: folder}
@@ -639,7 +638,9 @@ def read_prompts(path: str | Path) -> list[str]:
     lines = [line.strip() for line in read_text(path, form=form).splitlines()]
     prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise ConfigError(f"{path} holds {len(prompts)} prompts, not 1 to {MAX_PROMPTS}; write one per line")
+        raise errors.ConfigError(
+            f"{path} holds {len(prompts)} prompts, not 1 to {MAX_PROMPTS}; write one per line"
+        )
     return prompts
 
 

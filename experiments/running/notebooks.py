@@ -27,15 +27,14 @@ from papermill.engines import Engine, papermill_engines
 from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
-from experiments.caches import load_cache, outputs
+from experiments.caches import load_cache, outputs, store
 from experiments.caches.files import CacheError, RunError, claimed, replacing, require_held
-from experiments.caches.store import from_root, open_layers
 from experiments.figures.folder import save_contact_sheet
 from experiments.figures.html_page import save_page
 from experiments.figures.style import REMEMBER
 from experiments.running.parameters import FOLDER, parameter_types, typed
+from wan import errors
 from wan.checkpoint import sampled_sha256
-from wan.errors import ConfigError, require_known
 
 MAKES_FOLDER = ("extract_all_attention.ipynb",)  # whose figures go to layerN in SAVE_DIR
 REMEDY = "move it away, or choose another --output_dir"
@@ -136,7 +135,7 @@ class LayerRun:
 def layer_files(source: Path) -> dict[int, Path]:
     """Return layer -> file of a cache or a folder of layerN.pt. CacheError where it names no layers."""
     if source.is_dir():
-        return {cache["layer_index"]: path for path, cache in open_layers(source, ("layer",)).items()}
+        return {cache["layer_index"]: path for path, cache in store.open_layers(source, ("layer",)).items()}
     cache = load_cache(source)
     layers = cache.get("layers") or cache.get("layer_indices")
     if layers is None and "layer_index" not in cache:
@@ -151,8 +150,10 @@ def run_notebooks(args: argparse.Namespace) -> None:
     types = parameter_types(path)
     for name in parameters:
         if name in ("CACHE_PATH", "LAYER", "SAVE_DIR"):
-            raise ConfigError(f"{name} follows from the cache and the layers; leave it out of --parameter")
-        require_known(name, types, f"{path.name} has no parameter {{}}")
+            raise errors.ConfigError(
+                f"{name} follows from the cache and the layers; leave it out of --parameter"
+            )
+        errors.require_known(name, types, f"{path.name} has no parameter {{}}")
     parameters = json.loads(json.dumps(typed(parameters, types)))  # as an executed notebook keeps them
     # 2. The layers
     files = layer_files(args.cache)
@@ -162,7 +163,7 @@ def run_notebooks(args: argparse.Namespace) -> None:
     # 3. What the figures of each layer depend on. Paths are absolute: a notebook runs in its own folder
     folder = args.output_dir or Path("outputs") / path.stem / args.cache.stem
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells]
-    origin = {"notebook": path.name, "cache": str(from_root(args.cache))}
+    origin = {"notebook": path.name, "cache": str(store.from_root(args.cache))}
     origin["notebook_sha256"] = hashlib.sha256(json.dumps(cells).encode()).hexdigest()
     runs = []
     for layer in layers:

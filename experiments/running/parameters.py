@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from experiments.caches.files import in_words
-from wan.errors import ConfigError, did_you_mean, library_reads, short_repr
+from wan import errors
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 # Those that run_notebooks.py runs a layer at a time
@@ -40,9 +40,11 @@ def check_parameters(
         is_tool = name.startswith("_") or name in OF_IPYTHON or callable(value)
         if not types or name in types or is_tool or isinstance(value, ModuleType):
             continue
-        hint = did_you_mean(name.upper(), types)
+        hint = errors.did_you_mean(name.upper(), types)
         if CHECKED not in names or (name.isupper() and "did you mean" in hint):
-            raise ConfigError(f"{notebook}.ipynb has no parameter {short_repr(name)[1:-1]}{hint}")
+            raise errors.ConfigError(
+                f"{notebook}.ipynb has no parameter {errors.short_repr(name)[1:-1]}{hint}"
+            )
     # 2. Types
     names.update(typed({name: names[name] for name in types if name in names}, types))
     # 3. Ranges
@@ -60,10 +62,10 @@ def require_in_range(name: str, value: Any, allowed: Collection[Any]) -> None:
     words = in_words(allowed)
     if isinstance(allowed, range) and len(allowed) > 2:
         words = f"{allowed[0]}..{allowed[-1]}"
-    subject = f"{name} = {short_repr(value)}"
+    subject = f"{name} = {errors.short_repr(value)}"
     if values is value and values:
-        subject = f"{name} has {short_repr(wrong[0])}, which"
-    raise ConfigError(f"{subject} is not in {words}")
+        subject = f"{name} has {errors.short_repr(wrong[0])}, which"
+    raise errors.ConfigError(f"{subject} is not in {words}")
 
 
 def parameter_types(path: Path) -> dict[str, str]:
@@ -71,7 +73,7 @@ def parameter_types(path: Path) -> dict[str, str]:
 
     The type is the annotation, or else that of the default value. ConfigError for a file that is no notebook.
     """
-    with library_reads(path):
+    with errors.library_reads(path):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         sources = ["".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", [])]
         statements = ast.parse("\n".join(sources)).body
@@ -104,7 +106,7 @@ def typed(values: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]
         try:
             checked[name] = adapter.validate_json(json.dumps(value, default=plain), strict=True)
         except ValidationError:
-            raise ConfigError(f"{name} = {short_repr(value)} is not {types[name]}") from None
+            raise errors.ConfigError(f"{name} = {errors.short_repr(value)} is not {types[name]}") from None
     return checked
 
 

@@ -10,16 +10,16 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from experiments import progress
+from experiments.caches import store
 from experiments.caches.contents import PlannedCache as PlannedCache  # scripts take it from here, too
 from experiments.caches.contents import contents_of
 from experiments.caches.files import PARTIAL, ROOT, CacheError, RunError, StoppedError, claimed
 from experiments.caches.formats import FORMATS
 from experiments.caches.outputs import Contents, require_replaceable
-from experiments.caches.store import cache_contents, from_root, save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
 from experiments.extraction import video
 from experiments.memory import estimate_bytes
-from experiments.progress import Progress, memory, observed
 from experiments.provenance import check_outputs
 from experiments.running.cli import videos_of
 from experiments.runs import Run
@@ -69,7 +69,7 @@ def make_caches(
     has_video = videos and writes
     with (
         locks,
-        observed(args, unit) as watch,
+        progress.observed(args, unit) as watch,
         video_of(args, config, videos[0], watch) if has_video else nullcontext(),
     ):
         start = time.monotonic()
@@ -81,7 +81,7 @@ def make_caches(
             save(args, result, outputs, watch)
             what = f"{parts} {unit}s of {config.num_frames} frames"
             files = f"{len(outputs)} file{'s' * (len(outputs) > 1)}"
-            watch.print(f"{what}, {files}: {time.monotonic() - start:.1f} s, {memory()}")
+            watch.print(f"{what}, {files}: {time.monotonic() - start:.1f} s, {progress.memory()}")
     if not writes:
         torchrun.end_at_once()
 
@@ -99,7 +99,7 @@ def place_of(path: str, cache: Mapping[str, Any], overwrite: bool) -> tuple[str,
     numbered = (str(Path(names[-1]).with_suffix(f".{n}.pt")) for n in itertools.count(2))
     for name in itertools.chain(names, numbered):
         with suppress(CacheError):
-            return name, require_replaceable(name, contents_of(cache), cache_contents, overwrite)
+            return name, require_replaceable(name, contents_of(cache), store.cache_contents, overwrite)
     raise AssertionError("there are infinitely many names")
 
 
@@ -112,13 +112,15 @@ def notebook_command(caches: Mapping[str, Mapping[str, Any]]) -> str:
     if cache["format"] == "layer" and len(caches) > 1:
         folder = str(Path(path).parent)
         return shlex.join(["bash", f"{root}experiments/run_notebooks.sh", notebook, folder, "all"])
-    from_notebooks = os.path.join("..", from_root(path))  # an absolute path stays
+    from_notebooks = os.path.join("..", store.from_root(path))  # an absolute path stays
     words = ["papermill", "--cwd", f"{root}notebooks", f"{root}notebooks/{notebook}", f"outputs/{notebook}"]
     return f"mkdir -p outputs && {shlex.join([*words, '-p', 'CACHE_PATH', from_notebooks])}"
 
 
 @contextmanager
-def video_of(args: argparse.Namespace, config: RunConfig, path: str, watch: Progress) -> Iterator[None]:
+def video_of(
+    args: argparse.Namespace, config: RunConfig, path: str, watch: progress.Progress
+) -> Iterator[None]:
     """Encode blocks to an mp4 while the run generates them."""
     with video.LiveVideo(config, path, args.vae_dtype, args.preview) as watch.video:
         try:
@@ -131,7 +133,7 @@ def save(
     args: argparse.Namespace,
     result: Run,
     outputs: Mapping[str, PlannedCache],
-    watch: Progress,
+    watch: progress.Progress,
 ) -> None:
     """Write a rollout's caches, and its video unless it was stopped.
 
@@ -149,7 +151,7 @@ def save(
                 continue
             place, replaced = place_of(path, cache, bool(args.overwrite))
             caches[place] = cache
-            save_cache(place, cache, overwrite=True)
+            store.save_cache(place, cache, overwrite=True)
             line = (
                 f"{place}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
                 f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"

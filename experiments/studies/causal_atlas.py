@@ -19,42 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.files import Record, claimed
+from experiments import progress, provenance
+from experiments.caches import files
 from experiments.caches.store import save_cache
 from experiments.edits import MeanRuns, reference_means
-from experiments.extraction import cache_builders
-from experiments.extraction.sweep import Results, cached, call_on_worker, dask_client, work_through
-from experiments.progress import Progress, memory, observed
-from experiments.provenance import (
-    check_outputs,
-    fingerprint,
-    identity,
-    record_of,
-    threads_for,
-)
+from experiments.extraction import cache_builders, sweep
+from experiments.provenance import fingerprint, identity
 from experiments.running.cli import plan
 from experiments.session import Session, load
 from experiments.studies.interventions import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
+from wan import interventions
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.interventions import (
-    Ablate,
-    Bias,
-    Edit,
-    HeadOutputs,
-    KeySelection,
-    Move,
-    intervene,
-    read_edits,
-    record_head_outputs,
-)
 from wan.noise import draw_noise
 
 ADDED = ("attn_out", "cross_out", "mlp_out")  # the units of --each site: what is added to the residual stream
 ATLAS = "causal_atlas.pt"
 
-EditOfBlock = Callable[[int], Edit | None]  # block -> its edit, or None
+EditOfBlock = Callable[[int], interventions.Edit | None]  # block -> its edit, or None
 Denoise = Callable[..., Tensor]
 
 
@@ -72,7 +55,9 @@ class Runs:
         self.text = torch.cat([texts[config.prompt][0] for config in self.configs])  # [B, text_len, text_dim]
         self.ranges = block_ranges(self.configs[0].block_sizes)
         self.noise, self.renoise = self._noise(self.configs)
-        with record_head_outputs(*dict.fromkeys((*HeadOutputs.sites, *self.sites))) as self.outputs:
+        with interventions.record_head_outputs(
+            *dict.fromkeys((*interventions.HeadOutputs.sites, *self.sites))
+        ) as self.outputs:
             self.latents = self.rollout()
         # The unit of effects: the same prompts from other noise.
         others = [replace(config, seed=config.seed + ANOTHER_SEED) for config in self.configs]
@@ -87,7 +72,7 @@ class Runs:
         """Return latents [B, F, C, h, w], from the configs' own noise where no other is given."""
         noise = self.noise if noise is None else noise
         renoise = self.renoise if renoise is None else renoise
-        with threads_for(noise[:1], self.session.model_config):
+        with provenance.threads_for(noise[:1], self.session.model_config):
             return self.session.pipeline.inference(
                 noise, prompt_embeds=self.text, renoise=renoise, probe=probe
             )[1]
@@ -111,7 +96,7 @@ def measure(runs: Runs, edits: Mapping[Any, EditOfBlock]) -> dict[Any, Tensor]:
             # A warning for each block and unit would bury the progress.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # a block without such keys is NaN
-                with intervene(edit, data={edit: _needed(runs, edit)}) as active:
+                with interventions.intervene(edit, data={edit: _needed(runs, edit)}) as active:
                     x0 = denoise()
             if not active.changed[0]:
                 return None
@@ -140,9 +125,9 @@ def denoised_again(
     return {name: values / runs.between_seeds for name, values in effects.items()}
 
 
-def _needed(runs: Runs, edit: Edit) -> object:
+def _needed(runs: Runs, edit: interventions.Edit) -> object:
     """Return the means that an ablation takes; None for other edits."""
-    if not isinstance(edit, Ablate):
+    if not isinstance(edit, interventions.Ablate):
         return None
     if edit.how == "frame_mean":
         return runs.outputs
@@ -157,7 +142,7 @@ def _needed(runs: Runs, edit: Edit) -> object:
 def measure_floor(runs: Runs) -> Tensor:
     """Measure what should change nothing, like an effect: noise of 1e-6, or another backend."""
     if runs.session.dtype != torch.float32:
-        backend = Bias(FLOOR_BIAS, frames=("past",), passes="denoise")
+        backend = interventions.Bias(FLOOR_BIAS, frames=("past",), passes="denoise")
         return measure(runs, {"floor": lambda block: backend})["floor"]
     # In float32 the floor is noise far below what any edit does.
     generator = torch.Generator().manual_seed(0)
@@ -166,7 +151,7 @@ def measure_floor(runs: Runs) -> Tensor:
     return denoised_again(runs, {"floor": lambda block, denoise: denoise(shaken[block])})["floor"]
 
 
-def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> EditOfBlock:
+def on_a_random_frame(edit: interventions.Edit, block_sizes: Sequence[int], salt: str) -> EditOfBlock:
     """Move an edit of frames to as many other earlier frames, drawn anew for each block."""
     # The edit's own frames are no control.
     edited_frames = set(edit.key_frames or ())
@@ -174,7 +159,7 @@ def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> Edit
         edited_frames = edited_frames - {"first"} | {0}
     ranges = block_ranges(list(block_sizes))
 
-    def edit_of(block: int) -> Edit | None:
+    def edit_of(block: int) -> interventions.Edit | None:
         others = [frame for frame in range(ranges[block].start) if frame not in edited_frames]
         count = min(len(others), len(edited_frames))
         if count == 0:
@@ -202,7 +187,7 @@ class Study:
     """An edit, the runs that it is made in, and the folder of the items (the Work of extraction/sweep.py)."""
 
     folder: Path
-    edit: Edit
+    edit: interventions.Edit
     each: str
     configs: Sequence[RunConfig]
     session: Session
@@ -216,9 +201,9 @@ class Study:
             raise ConfigError("a causal atlas edits self-attention: frames, not tokens")
         if edit.passes == "clean":
             raise ConfigError("a clean pass has no direct effect on its block: take passes denoise")
-        if each == "site" and (not isinstance(edit, Ablate) or edit.heads):
+        if each == "site" and (not isinstance(edit, interventions.Ablate) or edit.heads):
             raise ConfigError("--each site needs an ablate without heads")
-        if each == "frame" and not isinstance(edit, (KeySelection, Move)):
+        if each == "frame" and not isinstance(edit, (interventions.KeySelection, interventions.Move)):
             raise ConfigError("--each frame needs knockout, bias or move, of frames")
         # 2. Layers are edited one by one; frames in all layers together (None).
         self.layers: list[int | None] = [*(edit.layers or range(sizes.num_layers))]
@@ -234,9 +219,9 @@ class Study:
         self.units = [*units[each]]
         # 4. Sites whose outputs a mean over the run itself takes.
         self.recorded: Sequence[str] = ()
-        if isinstance(edit, Ablate) and edit.how == "frame_mean":
+        if isinstance(edit, interventions.Ablate) and edit.how == "frame_mean":
             self.recorded = ADDED if each == "site" else edit.sites
-        self.store = Results(self.folder / "items")
+        self.store = sweep.Results(self.folder / "items")
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -261,23 +246,23 @@ class Study:
     def is_done(self, piece: Piece) -> bool:
         return all(self.store.read(self.name(c, piece.layer)) is not None for c in piece.configs)
 
-    def make(self, piece: Piece, watch: Progress) -> None:
+    def make(self, piece: Piece, watch: progress.Progress) -> None:
         """Measure the effects of a layer in a batch of runs, whose unedited rollouts are kept for others."""
         watch.log("rollout", piece=str(piece))  # from here on Ctrl-C ends a layer first
 
         def begun() -> tuple[Runs, Tensor]:
-            runs = Runs(self.session.here(cached), piece.configs, self.recorded)
+            runs = Runs(self.session.here(sweep.cached), piece.configs, self.recorded)
             return runs, measure_floor(runs)
 
         # 1. Roll out the batch without edits, or take the rollouts of the layer before.
         names = [self.name(config, None) for config in piece.configs]
-        runs, floor = cached("runs", fingerprint({"runs": names}), begun)
+        runs, floor = sweep.cached("runs", fingerprint({"runs": names}), begun)
         # 2. Denoise every block again under each unit's edit -> [B, F] by unit.
         layer, effects = piece.layer, measure(runs, dict(self.edits(piece.layer)))
         # 3. Keep an item a run; the norm of z is a covariate of the effects.
         norms = [x for (key, _), x in runs.outputs.norms.items() if key[:2] == ("self", layer)]
         for row, config in enumerate(piece.configs):
-            values: Record = {"prompt": config.prompt, "seed": config.seed, "layer": layer}
+            values: files.Record = {"prompt": config.prompt, "seed": config.seed, "layer": layer}
             values |= {"floor": floor[row].tolist(), "between_seeds": runs.between_seeds[row].tolist()}
             for kind in dict.fromkeys(kind for kind, _ in effects):
                 values[kind] = [effects[kind, unit][row].tolist() for unit in self.units]  # [U, F]
@@ -290,9 +275,11 @@ class Study:
         """Yield ("effect" or "frame_control", unit) and a function from a block to its edit."""
         # The past and the own block as wholes have no other frames to compare with.
         edit = self.edit
-        of_frames = isinstance(edit, (KeySelection, Move)) and edit.frames not in (("past",), ("own",))
+        of_frames = isinstance(
+            edit, (interventions.KeySelection, interventions.Move)
+        ) and edit.frames not in (("past",), ("own",))
         for unit in self.units:
-            fields: Record = {}
+            fields: files.Record = {}
             if layer is not None:
                 fields["layers"] = (layer,)
             if self.each == "site":
@@ -301,7 +288,7 @@ class Study:
                 fields[f"{self.each}s"] = (unit,)
             unit_edit = replace(self.edit, **fields)
 
-            def always(block: int, edit: Edit = unit_edit) -> Edit:
+            def always(block: int, edit: interventions.Edit = unit_edit) -> interventions.Edit:
                 return edit
 
             yield ("effect", unit), always
@@ -310,11 +297,11 @@ class Study:
                 yield ("frame_control", unit), on_a_random_frame(unit_edit, sizes, f"{layer} {unit}")
 
 
-def run(study: Study, batch: int, watch: Progress, client: Any = None) -> None:
+def run(study: Study, batch: int, watch: progress.Progress, client: Any = None) -> None:
     """Make missing items, up to batch runs at a time. Raises as work_through does."""
     light = copy(study)  # with what it is of
     light.configs = study.configs[:1]  # pieces have their own, and it travels with each
-    work_through(light, study.pieces(batch), watch, client)
+    sweep.work_through(light, study.pieces(batch), watch, client)
 
 
 def merged(study: Study) -> dict[str, Tensor]:
@@ -367,7 +354,7 @@ def atlas_cache(study: Study) -> dict:
         "weights_sha256": study.session.weights_sha256,
         "fingerprint": fingerprint({"items": list(study.items)}),
         "is_logits": False,
-        "interventions": record_of([study.edit]),
+        "interventions": provenance.record_of([study.edit]),
         "prompts": [config.prompt for config in study.configs],
         "seeds": [config.seed for config in study.configs],
         "each": study.each,
@@ -378,11 +365,15 @@ def atlas_cache(study: Study) -> dict:
 
 
 def prepared(
-    folder: Path, edit: Edit, each: str, configs: Sequence[RunConfig], watch: Progress | None = None
+    folder: Path,
+    edit: interventions.Edit,
+    each: str,
+    configs: Sequence[RunConfig],
+    watch: progress.Progress | None = None,
 ) -> Study:
     """Return the study of an edit, with a model that is loaded here; it leaves a worker without that."""
     prompts = list(dict.fromkeys(config.prompt for config in configs))
-    session = cached(
+    session = sweep.cached(
         "model", fingerprint(identity(configs[0])), lambda: load(configs[0]).prepare((), prompts, watch)
     )
     edit.check(session.pipeline.sizes(configs[0].num_frames))
@@ -394,8 +385,8 @@ def prepared(
 class Means(MeanRuns):
     """The runs of a reference set, made by workers, and put together once."""
 
-    def make(self, run: RunConfig, watch: Progress) -> None:
-        MeanRuns(self.session.here(cached), self.config, self.sites).make(run, watch)
+    def make(self, run: RunConfig, watch: progress.Progress) -> None:
+        MeanRuns(self.session.here(sweep.cached), self.config, self.sites).make(run, watch)
 
     def begun(self) -> "Means":
         assert self.made_of  # by the device here
@@ -405,29 +396,36 @@ class Means(MeanRuns):
 def make_atlas(args: argparse.Namespace, config: RunConfig) -> None:
     """Make the items that are missing, and the atlas when all are done. Raises StoppedError after Ctrl-C."""
     configs, folder = list(plan(args, config).values()), Path(args.output_dir)
-    edits = read_edits(args.edit) if args.edit else [Ablate("mean", passes="denoise")]
+    edits = (
+        interventions.read_edits(args.edit) if args.edit else [interventions.Ablate("mean", passes="denoise")]
+    )
     if len(edits) != 1 or configs[0].gpus > 1:
         raise ConfigError("a causal atlas takes one edit, and several GPUs by --workers N instead of gpus")
     with_edit = replace(configs[0], interventions=[edits[0].to_dict()])
     edits[0].check_source(with_edit)
-    check_outputs(args, with_edit, [folder / ATLAS])
+    provenance.check_outputs(args, with_edit, [folder / ATLAS])
     with (
-        claimed({str(folder / ATLAS): 0}),
-        observed(args, "layer") as watch,
-        dask_client(args, configs[0].device) as client,
+        files.claimed({str(folder / ATLAS): 0}),
+        progress.observed(args, "layer") as watch,
+        sweep.dask_client(args, configs[0].device) as client,
     ):
         parts = {"frames": range(configs[0].num_frames), "prompts": {run.prompt for run in configs}}
         parts["seeds"] = {run.seed for run in configs}
         cache_builders.require_free_cache(folder / ATLAS, "causal_atlas", parts, configs[0])
         start = time.monotonic()
         own_watch = [] if client else [watch]
-        study = call_on_worker(client, prepared, folder, edits[0], args.each, configs, *own_watch)
-        if client and isinstance(edit := edits[0], Ablate) and edit.how == "mean" and not edit.source:
+        study = sweep.call_on_worker(client, prepared, folder, edits[0], args.each, configs, *own_watch)
+        if (
+            client
+            and isinstance(edit := edits[0], interventions.Ablate)
+            and edit.how == "mean"
+            and not edit.source
+        ):
             # Each reference prompt is an item: workers share them before the first ablation.
-            means = call_on_worker(client, Means(study.session, configs[0], edit.sites).begun)
-            work_through(means, means.runs, watch, client)
-            call_on_worker(client, reference_means, study.session, configs[0], None, edit.sites)
+            means = sweep.call_on_worker(client, Means(study.session, configs[0], edit.sites).begun)
+            sweep.work_through(means, means.runs, watch, client)
+            sweep.call_on_worker(client, reference_means, study.session, configs[0], None, edit.sites)
         run(study, args.batch, watch, client)
         save_cache(folder / ATLAS, atlas_cache(study), overwrite=True)
         seconds = time.monotonic() - start
-        watch.print(f"{folder / ATLAS}: {edits[0]}, each {args.each}: {seconds:.1f} s, {memory()}")
+        watch.print(f"{folder / ATLAS}: {edits[0]}, each {args.each}: {seconds:.1f} s, {progress.memory()}")

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.analysis.taxonomy import ABSENT, Thresholds, head_kinds, local_mass_share, locality
-from experiments.caches import load_cache, outputs
-from experiments.caches.files import CacheError, replacing, require_held
+from experiments.analysis import taxonomy
+from experiments.caches import files, load_cache, outputs
 from experiments.caches.view import open_profiles
 from experiments.session import load
 from wan.blocks import block_frames
@@ -33,19 +32,21 @@ def classes_of(
         # [R, layers, heads, F] -> [layers, heads]; NaN where a block had nothing to edit
         effects = np.nanmean(atlas["effects"].numpy(), (0, -1))
         if atlas["each"] != "head" or effects.shape[1] != atlas["num_heads"]:
-            raise CacheError("rule effect needs a causal atlas of every head: make it by --each head")
+            raise files.CacheError("rule effect needs a causal atlas of every head: make it by --each head")
         return most(effects, count_of(num, effects.size))
     # Pyramid counts signs of logits; the others read what softmax leaves.
     view = open_profiles(atlas, step, quantity="mean_logit" if rule == "pyramid" else "mass")
     num = count_of(num, len(view.layers) * view.num_heads)
     labels = None
     if rule == "pyramid":
-        labels = head_kinds(view, Thresholds())
+        labels = taxonomy.head_kinds(view, taxonomy.Thresholds())
     elif rule == "forcing_kv":
-        labels = locality(local_mass_share(view.profiles(), Thresholds()), Thresholds())
+        labels = taxonomy.locality(
+            taxonomy.local_mass_share(view.profiles(), taxonomy.Thresholds()), taxonomy.Thresholds()
+        )
     else:
         if rule == "dummy":
-            require_held("--block", block, range(1, len(view.block_sizes)), "the blocks with a past")
+            files.require_held("--block", block, range(1, len(view.block_sizes)), "the blocks with a past")
         block_of_queries = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1)
         mass = view.frame_matrices()  # [layers, H, F, F]
         if mass is not None and block_of_queries[0]:
@@ -54,8 +55,8 @@ def classes_of(
                 labels = dummy(rows, block_of_queries, num)
             else:  # frames before the last three of the past
                 labels = most(np.nansum(rows[:, :, : block_of_queries[0] - 3], -1), num)
-    if labels is None or (labels == ABSENT).any():
-        raise CacheError(f"rule {rule} needs an atlas with more: masses of all frames, or all passes")
+    if labels is None or (labels == taxonomy.ABSENT).any():
+        raise files.CacheError(f"rule {rule} needs an atlas with more: masses of all frames, or all passes")
     return labels
 
 
@@ -64,7 +65,7 @@ def count_of(num: int | None, heads: int) -> int:
     if num is None:
         return heads // 2
     if num > heads:
-        raise CacheError(f"--num {num} heads were asked for, and this atlas has {heads}")
+        raise files.CacheError(f"--num {num} heads were asked for, and this atlas has {heads}")
     return num
 
 
@@ -116,7 +117,7 @@ def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
         output = Path(args.output_path or f"outputs/head_classes/{args.rule}.npz")
         outputs.require_replaceable(output, outputs.Contents("table"), overwrite=args.overwrite)
         means: dict[str, Any] = query_means(config)
-        with replacing(output) as file:
+        with files.replacing(output) as file:
             np.savez_compressed(file, **means)
         print(output)
         return
@@ -124,7 +125,7 @@ def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
     outputs.require_replaceable(output, outputs.Contents("table"), overwrite=args.overwrite)
     atlas = load_cache(args.atlas, expect=("causal_atlas" if args.rule == "effect" else "atlas",))
     classes = classes_of(args.rule, atlas, args.step, args.num, args.block)
-    with replacing(output) as file:
+    with files.replacing(output) as file:
         np.savetxt(file, classes, "%d", ",")
     counts = zip(*np.unique(classes, return_counts=True), strict=True)
     print(f"{output}: {', '.join(f'{n} of class {label}' for label, n in counts)}")

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from experiments import provenance
 from experiments.analysis import stats
-from experiments.caches import mp4, outputs
-from experiments.caches.files import claimed, replacing, require_same
+from experiments.caches import files, mp4, outputs
 from experiments.caches.store import save_cache
 from experiments.edits import edited
 from experiments.extraction import cache_builders
@@ -26,11 +25,10 @@ from experiments.miniature.tracking import judge_by_caption
 from experiments.progress import observed
 from experiments.running.cli import videos_of
 from experiments.session import Session, load
-from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
+from wan import blocks, interventions
 from wan.config import RunConfig
 from wan.errors import library_reads
 from wan.files import load_tensors
-from wan.interventions import Bias, Edit, Jitter, config_edits
 from wan.vae import VAE
 
 ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
@@ -53,8 +51,8 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     videos = videos_of(args, [args.output_path])
     written = [args.output_path, *videos]
     provenance.check_outputs(args, config, written)
-    edits, plain = config_edits(config), replace(config, interventions=[])
-    with claimed(dict.fromkeys(written, 0)), observed(args, unit=None) as watch:
+    edits, plain = interventions.config_edits(config), replace(config, interventions=[])
+    with files.claimed(dict.fromkeys(written, 0)), observed(args, unit=None) as watch:
         parts = {"frames": range(config.num_frames), "fields": ("psnr", "ssim")}
         cache_builders.require_free_cache(args.output_path, "effects", parts, config, args.overwrite)
         for video in videos:
@@ -109,7 +107,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
 
 def side_by_side(config: RunConfig) -> outputs.Contents:
     """Return what the mp4 of both videos holds."""
-    frames = 1 + VIDEO_FRAMES_PER_LATENT * (config.num_frames - 1)
+    frames = 1 + blocks.VIDEO_FRAMES_PER_LATENT * (config.num_frames - 1)
     return mp4.contents_of_video(frames, f"with and without edits, {provenance.model_title(config)}")
 
 
@@ -120,22 +118,22 @@ def base_runs(path: str | None, session: Session, config: RunConfig) -> tuple[Te
         with library_reads(f"{path}: what --save_base writes", remedy="choose another --save_base"):
             cached = load_tensors(path, mmap=False)
             run, base, other = (cached[name] for name in ("fingerprint", "base", "other"))
-        require_same(path, run, made_of, "choose another --save_base")
+        files.require_same(path, run, made_of, "choose another --save_base")
         return base, other
     base, other = session.rollout(config), session.rollout(replace(config, seed=config.seed + ANOTHER_SEED))
     if path:
-        with replacing(path) as file:
+        with files.replacing(path) as file:
             torch.save({"fingerprint": made_of, "base": base.cpu(), "other": other.cpu()}, file)
     return base, other
 
 
 def measure(
-    session: Session, config: RunConfig, edits: Sequence[Edit], base: Tensor, other: Tensor
+    session: Session, config: RunConfig, edits: Sequence[interventions.Edit], base: Tensor, other: Tensor
 ) -> dict[str, Tensor]:
     """Return the tensors of an effects cache: distances [F] to the base run, and both runs' latents."""
     nothing = torch.full((config.num_frames,), torch.nan)
 
-    def rolled_out(applied: Sequence[Edit], **how: Any) -> Tensor:
+    def rolled_out(applied: Sequence[interventions.Edit], **how: Any) -> Tensor:
         with edited(session, config, applied):
             return session.rollout(config, **how)
 
@@ -148,7 +146,7 @@ def measure(
     if session.dtype == torch.float32:
         unchanged = rolled_out([], shake=FLOOR_NOISE)
     else:  # attention by groups is another backend
-        unchanged = rolled_out([Bias(FLOOR_BIAS, frames=("past",), passes="denoise")])
+        unchanged = rolled_out([interventions.Bias(FLOOR_BIAS, frames=("past",), passes="denoise")])
     effects = {
         "latents_base": base[0].cpu(),
         "latents_edited": latents[0].cpu(),
@@ -159,7 +157,7 @@ def measure(
     }
     # Jitter has no single block: it holds for a whole rollout.
     first = None if active is None else active.first_block
-    if first is not None and not any(isinstance(edit, Jitter) for edit in edits):
+    if first is not None and not any(isinstance(edit, interventions.Jitter) for edit in edits):
         # The same edits in all passes of the first block that they edit, and nowhere else.
         of_block = [replace(edit, blocks=(first,), steps=None, passes="all") for edit in edits]
         with warnings.catch_warnings():
@@ -167,7 +165,7 @@ def measure(
             effects["own_block"] = run_distance(rolled_out(of_block))
     if not any("source" in edit.needs for edit in edits):  # else each block again, over the base run's past
         # A source would have to be rolled out in step with each block: no direct effects then.
-        effects["direct"], frames = nothing.clone(), block_ranges(config.block_sizes)
+        effects["direct"], frames = nothing.clone(), blocks.block_ranges(config.block_sizes)
 
         def probe(block: int, denoise: Callable[[], Tensor]) -> None:
             frames_of_block = slice(frames[block].start, frames[block].stop)

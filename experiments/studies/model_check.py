@@ -11,21 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.analysis import published
-from experiments.analysis.first_frame import context_cells, first_frame_effect, matrices, sign_rate
+from experiments.analysis import first_frame, published, rope_waves, stats, taxonomy
 from experiments.analysis.panels import table
-from experiments.analysis.rope_waves import (
-    fit_waves,
-    fitted_frequencies,
-    last_block_context,
-)
-from experiments.analysis.stats import mean_without_nan, pearson, rms_difference, spearman
-from experiments.analysis.taxonomy import Thresholds, agreement, kinds
+from experiments.analysis.taxonomy import agreement
 from experiments.caches import load_cache, outputs
 from experiments.caches.files import RunError
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders
-from experiments.figures.heads import HeadPair, heads_by_agreement
+from experiments.figures import heads
 from experiments.figures.style import save_figure
 from experiments.progress import observed
 from experiments.session import load
@@ -98,39 +91,45 @@ def compare(
     frequencies: np.ndarray,
 ) -> HeadAgreement:
     """Compare our matrices with published curves and, where there is one, the published matrix."""
-    cells = context_cells(block_sizes)
+    cells = first_frame.context_cells(block_sizes)
     # [layers, H, F]: the mean over the last block's queries
     last = np.asarray(ours, np.float64)[..., -block_sizes[-1] :, :].mean(-2)
     (our_curves, distances), (published_curves, _) = (
-        last_block_context(values, block_sizes) for values in (last, curves)
+        rope_waves.last_block_context(values, block_sizes) for values in (last, curves)
     )
     # Amplitudes of the waves that RoPE makes, [layers, H, bands].
     a, b = (
-        fit_waves(np.nan_to_num(values), distances, frequencies).amplitude
+        rope_waves.fit_waves(np.nan_to_num(values), distances, frequencies).amplitude
         for values in (our_curves, published_curves)
     )
-    rho = [spearman(a[..., band].ravel(), b[..., band].ravel()) for band in range(a.shape[-1])]
-    matrix_r, of_s, rates = None, None, [sign_rate(our_curves), sign_rate(published_curves)]
+    rho = [stats.spearman(a[..., band].ravel(), b[..., band].ravel()) for band in range(a.shape[-1])]
+    matrix_r, of_s, rates = (
+        None,
+        None,
+        [first_frame.sign_rate(our_curves), first_frame.sign_rate(published_curves)],
+    )
     if matrix is not None:
         both = [np.where(cells, np.asarray(values, np.float64), np.nan) for values in (ours, matrix)]
         # Softmax ignores a constant of a query: rows are compared without their mean.
-        within = [(values - mean_without_nan(values)[..., None])[..., cells] for values in both]
-        matrix_r = float(np.nanmedian(pearson(*within)))
-        s = np.stack([first_frame_effect(values, block_sizes).effect.ravel() for values in (ours, matrix)])
+        within = [(values - stats.mean_without_nan(values)[..., None])[..., cells] for values in both]
+        matrix_r = float(np.nanmedian(stats.pearson(*within)))
+        s = np.stack(
+            [first_frame.first_frame_effect(values, block_sizes).effect.ravel() for values in (ours, matrix)]
+        )
         s = s[:, np.isfinite(s).all(0)]
-        of_s = float(pearson(*s)) if s.shape[1] > 2 else None
-        rates = [sign_rate(values[..., cells]) for values in (ours, matrix)]
-    r = pearson(our_curves, published_curves)
+        of_s = float(stats.pearson(*s)) if s.shape[1] > 2 else None
+        rates = [first_frame.sign_rate(values[..., cells]) for values in (ours, matrix)]
+    r = stats.pearson(our_curves, published_curves)
     flat = [values.reshape(-1, values.shape[-1]) for values in (our_curves, published_curves)]
     # Shifted or permuted heads agree well with another head, not with their own.
-    others = pearson(flat[0][:, None], flat[1][None])  # [heads, published heads]
+    others = stats.pearson(flat[0][:, None], flat[1][None])  # [heads, published heads]
     is_best = np.isfinite(r) & ((others > r.reshape(-1, 1)).sum(1).reshape(r.shape) == 0)
     # None where the published data lack the matrix.
     of_heads = {
-        "RMS, median (logits)": float(np.nanmedian(rms_difference(our_curves, published_curves))),
+        "RMS, median (logits)": float(np.nanmedian(stats.rms_difference(our_curves, published_curves))),
         "r of whole matrices, median": matrix_r,
         "r of s over heads": of_s,
-        "heads of the same kind": agreement(*(kinds(rate, Thresholds()) for rate in rates)),
+        "heads of the same kind": agreement(*(taxonomy.kinds(rate, taxonomy.Thresholds()) for rate in rates)),
         "ρ of wave amplitudes": float(np.mean(rho)) if rho else None,
     }
     return HeadAgreement(r, is_best, of_heads)
@@ -187,9 +186,9 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
                 run = session.generate(config=with_noise, requests=requests, observer=watch)
                 if run.stopped:
                     raise RunError(f"stopped after {run.stopped}: nothing was compared")
-                ours = matrices(open_profiles(cache_builders.atlas_cache(run)))
+                ours = first_frame.matrices(open_profiles(cache_builders.atlas_cache(run)))
                 logits.append(ours)
-                waves = fitted_frequencies(view, view.num_frames - view.block_sizes[-1])
+                waves = rope_waves.fitted_frequencies(view, view.num_frames - view.block_sizes[-1])
                 references = view.profiles(), view.frame_matrices()
                 results.append(compare(ours, *references, view.block_sizes, waves))
             if not best or closest(results) > closest(best):
@@ -210,14 +209,14 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
     print(table(shown))
     worst = []
     for name, comparison, ours, view in zip(titles, best, best_logits, views, strict=True):
-        context, _ = last_block_context(view.profiles(), view.block_sizes)
+        context, _ = rope_waves.last_block_context(view.profiles(), view.block_sizes)
         our_context = ours[..., -view.block_sizes[-1] :, : context.shape[-1]].mean(-2)
         for layer, head in comparison.worst(4):
             pair = (our_context[layer, head], context[layer, head], comparison.r[layer, head])
-            worst.append(HeadPair(f"{name}, L{view.layers[layer]}H{head}", *pair))
+            worst.append(heads.HeadPair(f"{name}, L{view.layers[layer]}H{head}", *pair))
     curves = {name: item.r.ravel() for name, item in compared.items()}
     says = verdict(best)
-    figure = heads_by_agreement(curves, worst, f"{config.model}, noise {best_noise}: {says}")
+    figure = heads.heads_by_agreement(curves, worst, f"{config.model}, noise {best_noise}: {says}")
     print(save_figure(figure, args.output_path, overwrite=True))
     reference = ", ".join(titles)
     if not args.reference:

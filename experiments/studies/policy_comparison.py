@@ -21,31 +21,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments import progress, provenance
 from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.panels import table as table_of
 from experiments.analysis.results import CONTROLS
-from experiments.caches import mp4, outputs
+from experiments.caches import files, mp4, outputs
 from experiments.caches.blocks import BlockCapture
-from experiments.caches.files import Record, claimed, require_writable, save_report
 from experiments.configs import policy_settings
-from experiments.extraction.sweep import Results, cached, call_on_worker, dask_client, work_through
+from experiments.extraction import sweep
 from experiments.extraction.video import decoded_blocks, to_pixels
 from experiments.memory import kv_cache
+from experiments.miniature import moving_shapes
 from experiments.miniature.judges import EvalPool, workers_of
-from experiments.miniature.moving_shapes import SETS, Scene, held_out_scenes, render
 from experiments.miniature.tracking import judge_seconds
-from experiments.progress import Progress, deterministic, memory, observed
-from experiments.provenance import (
-    check_outputs,
-    choose_dtype,
-    environment,
-    fingerprint,
-    identity,
-    threads_for,
-    vae_files,
-)
-from experiments.running.cli import plan, unique_slugs
+from experiments.progress import deterministic
+from experiments.provenance import fingerprint, identity
+from experiments.running import cli
 from experiments.runs import capturing
 from experiments.session import Session, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
@@ -62,7 +54,7 @@ DIGITS = 5  # that are kept of a number
 PROMPT_BYTES = 180  # of a prompt that names a file
 TABLE = "comparison.json"
 GPU_BATCH, CPU_BATCH = 64, 8
-NO_WINDOW: Record = {"local_attn_size": -1, "sink_size": 0}  # the policy has its own
+NO_WINDOW: files.Record = {"local_attn_size": -1, "sink_size": 0}  # the policy has its own
 
 # --- The list of policies that --policies names: published settings, and the plain window they came from
 FULL = "full"
@@ -87,7 +79,7 @@ def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     Raises ConfigError for what is no policy.
     """
-    policies: dict[str, Record] = {}
+    policies: dict[str, files.Record] = {}
     for word in words:
         for label in FAMILY if word == "family" else (word,):
             policies[label] = policy_settings(label)
@@ -95,11 +87,11 @@ def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     return policies
 
 
-def held_out(count: int) -> dict[str, Scene]:
+def held_out(count: int) -> dict[str, moving_shapes.Scene]:
     """Return caption -> held-out scene: one shape, two that cross, one behind a wall, in turn."""
     # Twice as many of each kind: some captions repeat.
-    by_kind = [held_out_scenes(kinds, 2 * count) for kinds in SETS.values()]
-    scenes: dict[str, Scene] = {}
+    by_kind = [moving_shapes.held_out_scenes(kinds, 2 * count) for kinds in moving_shapes.SETS.values()]
+    scenes: dict[str, moving_shapes.Scene] = {}
     for row in zip(*by_kind, strict=True):
         for scene in row:
             scenes.setdefault(scene.caption, scene)
@@ -107,7 +99,11 @@ def held_out(count: int) -> dict[str, Scene]:
 
 
 def measure(
-    pixels: np.ndarray, scene: Scene | None, about: Mapping[str, Any], folder: Path, mp4s: Mapping[Path, int]
+    pixels: np.ndarray,
+    scene: moving_shapes.Scene | None,
+    about: Mapping[str, Any],
+    folder: Path,
+    mp4s: Mapping[Path, int],
 ) -> None:
     """Measure a video uint8 [T, H, W, 3] and write its numbers, after the mp4s that are asked for.
 
@@ -120,7 +116,7 @@ def measure(
             return None
         return float(f"{value:.{DIGITS}g}")
 
-    measures: Record = {
+    measures: files.Record = {
         "seconds": {name: [short(x) for x in values] for name, values in drift.per_second(pixels).items()},
         "whole": {name: short(value) for name, value in drift.summaries(pixels).items()},
     }
@@ -129,7 +125,7 @@ def measure(
         measures["tracker"] = {name: getattr(answers, name).int().tolist() for name in ANSWERS}
     for file, shortest in mp4s.items():
         mp4.write_mp4(pixels, file, tag=about["fingerprint"], shortest=shortest, overwrite=True)
-    Results(folder).write(about["fingerprint"], {**about, **measures})
+    sweep.Results(folder).write(about["fingerprint"], {**about, **measures})
 
 
 # --- What is compared
@@ -138,7 +134,7 @@ class Item:
     """One video: a policy or a control by its label, with its settings, and the run's prompt and seed."""
 
     label: str
-    settings: Record
+    settings: files.Record
     config: RunConfig
     name: str
     mp4s: Mapping[Path, int]  # where the video is written -> the least pixels of its shorter side there
@@ -159,10 +155,12 @@ class PolicyRuns:
     """Policies, runs and the folder of the items; makes them (the Work of extraction/sweep.py)."""
 
     folder: Path
-    policies: Mapping[str, Record]  # label -> settings
+    policies: Mapping[str, files.Record]  # label -> settings
     runs: Sequence[RunConfig]  # of all prompts and seeds
-    scenes: Mapping[str, Scene]  # prompt -> scene, for the tracker and the controls; may be empty
-    identity: Record = field(default_factory=dict)  # of all items, but for policy, prompt, seed
+    scenes: Mapping[
+        str, moving_shapes.Scene
+    ]  # prompt -> scene, for the tracker and the controls; may be empty
+    identity: files.Record = field(default_factory=dict)  # of all items, but for policy, prompt, seed
     batch: int = 1
     vbench: Path | None = None  # where videos are written as VBench-Long reads them
     videos: int = 0  # prompts whose first seed is written as an mp4
@@ -174,8 +172,8 @@ class PolicyRuns:
     deterministic: bool = False
 
     @property
-    def store(self) -> Results:
-        return Results(self.folder / "items")
+    def store(self) -> sweep.Results:
+        return sweep.Results(self.folder / "items")
 
     @cached_property
     def items(self) -> list[Item]:
@@ -184,12 +182,14 @@ class PolicyRuns:
         if self.scenes:
             settings_of |= {label: {"control": label} for label in self.controls}
         # VBench reads the prompt from the file's name; disks take names of 255 bytes.
-        names = unique_slugs({run.prompt: run.prompt.replace("/", " ") for run in self.runs}, PROMPT_BYTES)
+        names = cli.unique_slugs(
+            {run.prompt: run.prompt.replace("/", " ") for run in self.runs}, PROMPT_BYTES
+        )
         shown = list(names)[: self.videos]
         items = []
         for label, settings in settings_of.items():
             # What an item's name depends on: settings, and the content of the policy's CSV of head classes.
-            policy: Record = {"policy": dict(settings), "classes": None}
+            policy: files.Record = {"policy": dict(settings), "classes": None}
             if settings.get("file"):
                 policy["classes"] = describe_files([str(settings["file"])])
             file, seeds = label.replace("/", "_"), Counter[str]()
@@ -228,14 +228,14 @@ class PolicyRuns:
     def attention(self, item: Item) -> Path:
         return self.folder / "attention" / item.name
 
-    def make(self, group: Group, watch: Progress) -> None:
+    def make(self, group: Group, watch: progress.Progress) -> None:
         """Roll out and decode items of one policy, and measure those not done yet.
 
         All are rolled out where one is missing: bits may depend on the size of a batch, and not on a kill.
         """
         watch.log("rollout", videos=str(group))
         assert self.session is not None
-        session = self.session.here(cached)
+        session = self.session.here(sweep.cached)
         on_gpu = session.device.type == "cuda"
         judges = self.judges
         if judges is None and not on_gpu:
@@ -244,16 +244,16 @@ class PolicyRuns:
         def load_vae() -> VAE:
             # the decoder's convolutions are always of one size
             torch.backends.cudnn.benchmark = on_gpu and not self.deterministic
-            dtype = choose_dtype(self.vae_dtype, session.device)
+            dtype = provenance.choose_dtype(self.vae_dtype, session.device)
             return VAE.from_pretrained(session.config.ckpt_dir, dtype, session.device)
 
         # 1. Processes that judge have one core each; threads of NumPy would fight for it.
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
         judges = workers_of(judges)
-        pool = cached("judges", str(judges), lambda: EvalPool(judges, "spawn"))
+        pool = sweep.cached("judges", str(judges), lambda: EvalPool(judges, "spawn"))
         # 2. Make the videos.
         with deterministic() if self.deterministic else nullcontext():
-            vae = cached("vae", fingerprint(self.identity), load_vae)
+            vae = sweep.cached("vae", fingerprint(self.identity), load_vae)
             control = group.items[0].settings.get("control")
             if control is None:
                 videos, cost = self._roll_out(session, vae, group.items)
@@ -313,12 +313,12 @@ class PolicyRuns:
                 start = time.monotonic()  # without the decoder
 
         one_video = torch.empty(1, *noise.shape[1:])
-        with threads_for(one_video, session.model_config), capturing(requests) as calls:
+        with provenance.threads_for(one_video, session.model_config), capturing(requests) as calls:
             pixels = torch.cat(list(decoded_blocks(vae, timed_blocks(calls))), 1).numpy()
         # 3. The cost: medians of a tenth of the blocks. The first block compiles and warms up.
         few = max(1, len(seconds) // 10)
         early = seconds[1 : 1 + few] or seconds
-        cost: Record = {
+        cost: files.Record = {
             "seconds": round(sum(seconds), 6),
             "last_block_seconds": round(float(np.median(seconds[-few:])), 6),
             "first_block_seconds": round(float(np.median(early)), 6),
@@ -344,7 +344,11 @@ class PolicyRuns:
         for prompt in dict.fromkeys(item.config.prompt for item in items):
             # -1..1 -> 0..1, with a batch of one: [1, T, 3, H, W]
             video = (
-                render(self.scenes[prompt], length, first.pixels_per_latent * first.height)[None] / 2 + 0.5
+                moving_shapes.render(self.scenes[prompt], length, first.pixels_per_latent * first.height)[
+                    None
+                ]
+                / 2
+                + 0.5
             )
             if control == "vae":
                 latents = vae.encode(video.to(session.device))
@@ -359,32 +363,34 @@ def compare(args: argparse.Namespace, config: RunConfig) -> None:
     """Make missing videos, and the table when all are there. Raises StoppedError after Ctrl-C."""
     if args.videos or args.vbench_dir:
         mp4.require_ffmpeg("write none by --videos 0, without --vbench_dir")
-    runs, scenes = list(plan(args, config).values()), dict[str, Scene]()
+    runs, scenes = list(cli.plan(args, config).values()), dict[str, moving_shapes.Scene]()
     if not args.prompts and not args.prompt:
         scenes = held_out(args.held_out or 16)
         runs = [replace(run, prompt=prompt) for prompt in scenes for run in runs]
     planned = policy_runs(args, runs, scenes)
     path = planned.folder / TABLE
     with (
-        claimed({str(path): 0}),
-        observed(args, "policy") as watch,
-        dask_client(args, runs[0].device) as client,
+        files.claimed({str(path): 0}),
+        progress.observed(args, "policy") as watch,
+        sweep.dask_client(args, runs[0].device) as client,
     ):
         outputs.require_replaceable(path, outputs.Contents("comparison"), comparison_contents)
         start = time.monotonic()
-        comparison = call_on_worker(client, prepared, planned, args.batch, *([] if client else [watch]))
-        work_through(comparison, comparison.groups(), watch, client)
+        comparison = sweep.call_on_worker(client, prepared, planned, args.batch, *([] if client else [watch]))
+        sweep.work_through(comparison, comparison.groups(), watch, client)
         seconds = round(time.monotonic() - start, 1)
         table = {"measures": MEASURES | SUMMARIES} | merged(comparison)
         assert comparison.session is not None  # prepared() has loaded it
-        table["made"] = call_on_worker(client, environment, comparison.session.device)
+        table["made"] = sweep.call_on_worker(client, provenance.environment, comparison.session.device)
         table["made_seconds"] = seconds
-        save_report(table, path)
+        files.save_report(table, path)
         print(table_of(drift.policy_rows(table["videos"])))
-        watch.print(f"{path}: {len(table['videos'])} videos, {seconds} s, {memory()}")
+        watch.print(f"{path}: {len(table['videos'])} videos, {seconds} s, {progress.memory()}")
 
 
-def policy_runs(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> PolicyRuns:
+def policy_runs(
+    args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, moving_shapes.Scene]
+) -> PolicyRuns:
     """Return what the flags ask for, before a model is there.
 
     Raises ConfigError or CacheError for what cannot be compared or written.
@@ -395,7 +401,9 @@ def policy_runs(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dic
         raise ConfigError("policies are compared on one prompt each, without interventions")
     for settings in policies.values():
         read_policy(settings).check(first.block_sizes)
-        check_outputs(args, replace(first, cache_policy=dict(settings), **NO_WINDOW), [folders[0] / TABLE])
+        provenance.check_outputs(
+            args, replace(first, cache_policy=dict(settings), **NO_WINDOW), [folders[0] / TABLE]
+        )
     planned = PolicyRuns(
         folders[0],
         policies,
@@ -416,7 +424,7 @@ def policy_runs(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dic
             raise ConfigError(f"two of --policies would write {path}; rename a file of one")
     longest = {path.parent: path for path in sorted(videos, key=lambda path: len(os.fsencode(path)))}
     for path in (*(folder / TABLE for folder in folders), *longest.values()):
-        require_writable(path)
+        files.require_writable(path)
     for path in videos:
         if Path(path).exists():
             outputs.require_replaceable(path, outputs.Contents("video"), mp4.video_contents)
@@ -432,11 +440,11 @@ def comparison_contents(path: Path) -> outputs.Contents | None:
         return None
 
 
-def prepared(planned: PolicyRuns, batch: int | None, watch: Progress | None = None) -> PolicyRuns:
+def prepared(planned: PolicyRuns, batch: int | None, watch: progress.Progress | None = None) -> PolicyRuns:
     """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
     prepare = partial(load(first).prepare, (), prompts, watch, decodes=True)
-    return with_session(cached("model", fingerprint(identity(first)), prepare), planned, batch)
+    return with_session(sweep.cached("model", fingerprint(identity(first)), prepare), planned, batch)
 
 
 def with_session(session: Session, planned: PolicyRuns, batch: int | None) -> PolicyRuns:
@@ -444,7 +452,7 @@ def with_session(session: Session, planned: PolicyRuns, batch: int | None) -> Po
     plain = replace(planned.runs[0], prompt="", seed=0)
     if batch is None:
         batch = GPU_BATCH if session.device.type == "cuda" else CPU_BATCH
-    made_of = session.identity(plain, vae=vae_files(plain), vae_dtype=planned.vae_dtype)
+    made_of = session.identity(plain, vae=provenance.vae_files(plain), vae_dtype=planned.vae_dtype)
     return replace(planned, session=session, identity=made_of, batch=batch)
 
 
@@ -452,7 +460,7 @@ def merged(comparison: PolicyRuns) -> dict[str, Any]:
     """Return all items of a comparison as one table: policies, prompts, seeds, and a row for each video."""
     results = [comparison.store.read(item.name) for item in comparison.items]
     rows = [row for row in results if row is not None and "seconds" in row]
-    costs: Record = {}
+    costs: files.Record = {}
     for row in rows:
         cost = row.pop("cost")
         if cost:  # a policy's cost is that of its first batch

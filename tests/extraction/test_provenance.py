@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from experiments import edits, named, provenance
 from experiments import session as sessions
 from experiments.caches.files import ONLY, CacheError, require_same
+from experiments.progress import Progress
 from experiments.provenance import fingerprint, identity, video_tag
 from experiments.studies.causal_atlas import Study
 from experiments.studies.interventions import base_runs
@@ -206,7 +207,7 @@ def test_a_reference_set_is_every_prompt_with_two_seeds_and_is_of_its_run(config
     assert len(session.asked) == 4  # they are made once
     runs = edits.MeanRuns(session, few, ["resid_post"])  # of workers, who make an item each
     for run in runs.runs:
-        runs.make(run, sessions.Progress(quiet=True))
+        runs.make(run, Progress(quiet=True))
     assert all(map(runs.is_done, runs.runs)) and len(session.asked) == 8
     edits.reference_means(session, few, None, ["resid_post"])
     assert len(session.asked) == 8 and runs.path.is_file() and not runs.part(runs.runs[0]).exists()

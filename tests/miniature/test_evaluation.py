@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT
 from diffusers import AutoencoderKLWan
 
-from experiments.miniature import evaluation, tracking
+from experiments.miniature import evaluation, moving_shapes, tracking
 from experiments.miniature.evaluation import Miniature, intervals
 from experiments.miniature.judges import EvalPool
 from experiments.miniature.moving_shapes import SETS, held_out_scenes
@@ -49,7 +49,7 @@ class PerfectMiniature:
         self.calls.append(name)
         scenes = (scene for kinds in SETS.values() for scene in held_out_scenes(kinds, 2))
         by_caption = {scene.caption: scene for scene in scenes}
-        return evaluation.render_videos([by_caption[caption] for caption in captions], 81)
+        return moving_shapes.render_videos([by_caption[caption] for caption in captions], 81)
 
     def causal(self, captions, size: int = -1, sink: int = 0):
         return self._videos(captions if size < 0 else captions[:1] * len(captions), f"causal {size}")
@@ -111,14 +111,16 @@ def test_hashes_follow_the_tracker_and_the_scenes(monkeypatch):
     scenes = {name: value for name, value in logged.items() if name.startswith("scenes, ")}
     assert len(scenes) == 3 and before == before | scenes
     monkeypatch.setattr(tracking, "SMALLEST", 0.5)
-    monkeypatch.setattr(evaluation, "held_out_scenes", lambda kinds, _: held_out_scenes(kinds, 1))
+    monkeypatch.setattr(moving_shapes, "held_out_scenes", lambda kinds, _: held_out_scenes(kinds, 1))
     assert evaluation.hashes()["tracker"] != before["tracker"]
 
 
 def test_workers_are_given_every_bit_and_judge_alike():
     scenes = [scene for kinds in SETS.values() for scene in held_out_scenes(kinds, 1)][:2]
     noise = torch.Generator().manual_seed(0)
-    videos = [v + 0.3 * torch.randn(v.shape, generator=noise) for v in evaluation.render_videos(scenes, 49)]
+    videos = [
+        v + 0.3 * torch.randn(v.shape, generator=noise) for v in moving_shapes.render_videos(scenes, 49)
+    ]
     here = [tracking.judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
     assert len({answer for one in here for answer in one.values()}) == 2  # the noise misleads the tracker
     with EvalPool(2) as pool:

@@ -16,9 +16,10 @@ from diffusers.models import attention_dispatch
 from helpers.checkpoints import sample, small_wan_pipeline
 from helpers.video_transformers import BEFORE, MODELS, made, noise
 
+from wan import diffusers_frames
 from wan.activations import SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest, MapQuery
-from wan.diffusers_capture import FAMILIES, SITES_HERE, capture_diffusers, watching
+from wan.diffusers_capture import SITES_HERE, capture_diffusers, watching
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Bias, Jitter, Knockout, Steer, at, intervene
 from wan.sites import Pass, Site, watched
@@ -511,7 +512,7 @@ def test_what_cannot_be_captured_is_refused(pipeline, monkeypatch):
 
 def test_another_family_is_captured_where_its_frames_are_told(monkeypatch):
     model, given = made("wan")
-    monkeypatch.delitem(FAMILIES, "WanTransformer3DModel")
+    monkeypatch.delitem(diffusers_frames.FAMILIES, "WanTransformer3DModel")
     with capture_diffusers(model, layout=(3, 6), granularity="frame", kinds=("self", "cross")) as calls:
         run(model, given)
     assert [(c.site.layer, c.site.kind) for c in calls] == [

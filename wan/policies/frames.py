@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from wan import errors, files
 from wan.cache import (
     NEEDS_ROTATION,
     AnyCache,
@@ -29,8 +30,6 @@ from wan.cache import (
     WindowedPolicy,
     rotate_into,
 )
-from wan.errors import ConfigError, library_reads, short_repr
-from wan.files import CONFIG_BYTES, Count, Frames, Share, read_text
 from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, HeadGroup, KeyLayout, Slot, send
 
 # --- Quirks that several releases share
@@ -241,9 +240,9 @@ class EmaSink(WindowedPolicy):
     EMA-Sink of Reward Forcing, arXiv 2512.04678. The i-th frame that leaves goes to sink slot i modulo S.
     """
 
-    window: Count = 9
-    sink: Count = 3
-    alpha: Share = 0.999
+    window: files.Count = 9
+    sink: files.Count = 3
+    alpha: files.Share = 0.999
 
     name = "ema_sink"
     positions_follow_slots = True
@@ -302,10 +301,10 @@ class TwoMemories(WindowedPolicy):
     what leaves into both, and the frames that stood there are lost.
     """
 
-    window: Count = 12
-    sink: Frames = 3
-    alpha_long: Share = 0.01
-    alpha_short: Share = 0.1
+    window: files.Count = 12
+    sink: files.Frames = 3
+    alpha_long: files.Share = 0.01
+    alpha_short: files.Share = 0.1
 
     name = "two_memories"
     positions_follow_slots = True
@@ -350,10 +349,10 @@ class MemoryBank(WindowedPolicy):
     in the window too counts twice, so that even a window as large as the video is not the whole past.
     """
 
-    window: Count = 12
-    sink: Frames = 3
-    bank: Count = 3
-    interval: Count = 3
+    window: files.Count = 12
+    sink: files.Frames = 3
+    bank: files.Count = 3
+    interval: files.Count = 3
 
     name = "memory_bank"
     chooses_by_layer = True
@@ -441,10 +440,10 @@ class Participative(WindowedPolicy):
     chosen reuse_limit times comes after all others.
     """
 
-    sink: Frames = 10
-    budget: Frames = 16
-    recent: Frames = 4
-    reuse_limit: Count | None = None
+    sink: files.Frames = 10
+    budget: files.Frames = 16
+    recent: files.Frames = 4
+    reuse_limit: files.Count | None = None
 
     name = "participative"
     chooses_by_layer = True
@@ -586,8 +585,8 @@ class DeepForcing(Participative):
     first_turn - N frames, later by as much as the window moved on.
     """
 
-    reuse_limit: Count | None = 7
-    first_turn: Frames = 21
+    reuse_limit: files.Count | None = 7
+    first_turn: files.Frames = 21
 
     release = "deep_forcing"
     blocks_of_three = True
@@ -634,9 +633,9 @@ class MultiShot(WindowedPolicy):
     rope_offset frames further on; keys of the past stay where they are.
     """
 
-    window: Count = 32
-    sink: Frames = 8
-    rope_offset: Frames = 8
+    window: files.Count = 32
+    sink: files.Frames = 8
+    rope_offset: files.Frames = 8
 
     name = "multi_shot"
     keeps_whole_frames = True
@@ -650,7 +649,7 @@ class MultiShot(WindowedPolicy):
         size = max(sizes)
         least = self.sink + min(self.sink, size) + size
         if len(sizes) > 1 or self.sink % size or self.window % size or self.window < least:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"cache_policy {self.name}: shots take equal blocks, sink {self.sink} and window "
                 f"{self.window} of whole blocks ({size} frames), and a window of at least {least}"
             )
@@ -769,7 +768,9 @@ class PerHeadCache(AnyCache):
 
 def read_rows(file: str) -> list[list[str]]:
     """Return the cells of a CSV without its lines of #; ValueError for rows of different lengths."""
-    lines = [line for line in read_text(file, CONFIG_BYTES).splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in files.read_text(file, files.CONFIG_BYTES).splitlines() if not line.startswith("#")
+    ]
     rows = [[cell.strip() for cell in row] for row in csv.reader(lines) if row]
     if any(len(row) != len(rows[0]) for row in rows):
         raise ValueError("rows of different lengths")
@@ -798,7 +799,7 @@ class PerHead(CachePolicy):
 
     def __post_init__(self) -> None:
         remedy = "give a CSV of layers x heads"
-        with library_reads(f"cache_policy {self.name}: {short_repr(self.file)}", remedy=remedy):
+        with errors.library_reads(f"cache_policy {self.name}: {errors.short_repr(self.file)}", remedy=remedy):
             self.labels = read_rows(self.file)  # [layers][heads]
             self.of_model = len(self.labels), len(self.labels[0])
         super().__post_init__()
@@ -810,7 +811,7 @@ class PerHead(CachePolicy):
     def conflict(self, block_sizes: Sequence[int] = ()) -> str:
         lost = sorted({label for row in self.labels for label in row} - {*self.policies})
         if lost:
-            return f"class {short_repr(lost[0])} of {self.file} has no policy"
+            return f"class {errors.short_repr(lost[0])} of {self.file} has no policy"
         for label, policy in self.policies.items():
             problem = policy.conflict(block_sizes)
             if policy.release or policy.by_heads:
@@ -818,7 +819,7 @@ class PerHead(CachePolicy):
             if isinstance(policy, MultiShot):
                 problem = "multi_shot places the queries of all heads; give it alone"
             if problem:
-                return f"class {short_repr(label)}: {problem}"
+                return f"class {errors.short_repr(label)}: {problem}"
         # The model rotates the queries of a block once for all heads.
         by_slot = {label: policy for label, policy in self.policies.items() if policy.positions_follow_slots}
         windows = {policy.num_frames for policy in by_slot.values()}
@@ -867,7 +868,7 @@ class HeadBudget(PerHead):
 
     def __post_init__(self) -> None:
         remedy = "give a CSV of columns layer, head, window and sink, a row for every head"
-        with library_reads(f"cache_policy {self.name}: {short_repr(self.file)}", remedy=remedy):
+        with errors.library_reads(f"cache_policy {self.name}: {errors.short_repr(self.file)}", remedy=remedy):
             header, *lines = read_rows(self.file)
             rows = [dict(zip(header, map(int, line), strict=True)) for line in lines]
             of_head = {(row["layer"], row["head"]): (row["window"], row["sink"]) for row in rows}

@@ -16,9 +16,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from wan import errors, files
 from wan.cache import AnyCache, CachePolicy, CacheSizes, Capacity, How, Text
-from wan.errors import ConfigError, library_reads, short_repr
-from wan.files import CONFIG_BYTES, Count, Frames, Share, read_text
 from wan.keys import CHOSEN, MIXED, ChosenTokens, HeadGroup, KeyLayout, RotaryTable, Slot, rotate, send
 
 # --- The cache
@@ -116,7 +115,7 @@ class HeadwiseCache(AnyCache):
         """Return the layouts of a kind's keys, each with the places of its heads that see the same tokens."""
         if self.items > 1:
             problem = f"cache_policy {self.policy.name}: videos of a batch of {self.items} keep other frames"
-            raise ConfigError(f"{problem}; capture and edit them one by one")
+            raise errors.ConfigError(f"{problem}; capture and edit them one by one")
         stop = self.newest.stop * self.tokens_per_frame
         past = kind.ids.cpu()  # [B or 1, past, h or 1]; one wait for the device
         alike: dict[bytes, tuple[Tensor, list[int]]] = {}
@@ -293,11 +292,11 @@ class DummyForcing(HeadwisePolicy):
     local_context_length, neighbour heads see all recomputed frames but the first.
     """
 
-    ar_start: Frames = 1
-    local_context_length: Count = 1
-    num_dummy: Frames = 180
+    ar_start: files.Frames = 1
+    local_context_length: files.Count = 1
+    num_dummy: files.Frames = 180
     row_seed: int = 0
-    num_recomputed: Count = 12
+    num_recomputed: files.Count = 12
 
     name = "dummy_forcing"
     sink = 1
@@ -417,14 +416,14 @@ class ForcingKV(HeadwisePolicy):
     the release takes max(sink, context lengths, 1).
     """
 
-    sink: Frames = 1
-    ar_start: Frames = 1
-    spatial_context_length: Frames = 1
-    temporal_context_length: Frames = 1
+    sink: files.Frames = 1
+    ar_start: files.Frames = 1
+    spatial_context_length: files.Frames = 1
+    temporal_context_length: files.Frames = 1
     dynamic_context_length: Annotated[int, Field(ge=0, le=3)] = 1  # 0: no chunks
-    num_frame_patch: Count = 6
+    num_frame_patch: files.Count = 6
     heads: Any = ""
-    num_recomputed: Count | None = None
+    num_recomputed: files.Count | None = None
 
     name = "forcing_kv"
     global_sink = True
@@ -669,11 +668,11 @@ class TriAttention(HeadwisePolicy):
     q_abs_mean_120f.
     """
 
-    window: Count = 12
-    sink: Frames = 3
+    window: files.Count = 12
+    sink: files.Frames = 3
     budget_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 9360
-    compress_every_n_frames: Count = 3
-    keep_last_frames: Frames = 3
+    compress_every_n_frames: files.Count = 3
+    keep_last_frames: files.Frames = 3
     statistics: Any = ""
 
     name = "triattention"
@@ -810,10 +809,10 @@ class TriAttentionRelease(TriAttention):
     pruning_mode: Literal["layer_perhead", "perhead"] = "layer_perhead"
     score_aggregation: Literal["mean", "max"] = "mean"
     perhead_layer_aggregation: Literal["mean_of_layer_max", "max"] = "mean_of_layer_max"
-    offset_max_frames: Frames = 128
+    offset_max_frames: files.Frames = 128
     normalize_scores: bool = True
     tie_break_noise: bool = True
-    tie_break_noise_scale: Share = 1e-6
+    tie_break_noise_scale: files.Share = 1e-6
     random_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     protect_sink: bool = True
 
@@ -883,9 +882,11 @@ class TriAttentionRelease(TriAttention):
 def read_static_heads(heads: Any) -> np.ndarray:
     """Return bool [layers, heads] from a CSV or an array of 1 (static) and 0."""
     remedy = "give a CSV or an array [layers, heads] of 1 (static) and 0 (dynamic)"
-    with library_reads(f"cache_policy forcing_kv: heads {short_repr(heads)}", remedy=remedy):
+    with errors.library_reads(f"cache_policy forcing_kv: heads {errors.short_repr(heads)}", remedy=remedy):
         if isinstance(heads, str):
-            heads = np.loadtxt(read_text(heads, CONFIG_BYTES).splitlines(), delimiter=",", ndmin=2)
+            heads = np.loadtxt(
+                files.read_text(heads, files.CONFIG_BYTES).splitlines(), delimiter=",", ndmin=2
+            )
         table = np.asarray(heads).astype(float)
         if table.ndim != 2 or not table.size or not np.isin(table, (0, 1)).all():
             raise ValueError(f"an array of shape {table.shape}, or of other values")
@@ -896,12 +897,12 @@ def read_statistics(statistics: Any) -> tuple[Tensor, Tensor]:
     """Return mean queries complex64 and their mean moduli float32, [layers, heads, D / 2] each."""
     suffix, arrays, source = "", statistics, "given as a mapping"
     if isinstance(statistics, str):
-        source = short_repr(statistics)
+        source = errors.short_repr(statistics)
     remedy = (
         "give an .npz (make_head_classes.py --rule triattention makes it) or a mapping of q_mean, or "
         "q_mean_real and q_mean_imag, and q_abs_mean, [layers, heads, D / 2]"
     )
-    with library_reads(f"cache_policy triattention: statistics {source}", remedy=remedy):
+    with errors.library_reads(f"cache_policy triattention: statistics {source}", remedy=remedy):
         if isinstance(statistics, str):
             path, _, suffix = statistics.partition(":")
             with np.load(path, allow_pickle=False) as file:

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from wan import pipeline, sites
 from wan.blocks import rolling_attention_size
 from wan.cache import CachePolicy, CacheSizes, Capacity, KVCache, PromptSwitch, WindowedPolicy
 from wan.errors import ConfigError
 from wan.keys import KeyLayout, Slot, rotate
 from wan.noise import Noise, check_frames
-from wan.pipeline import CausalInferencePipeline, Probe, add_noise, flow_to_x0
-from wan.sites import Pass, active_edits, check_watchers, during, hook_point
 
 
 class RollingCache(KVCache):
@@ -92,7 +91,7 @@ class CleanFrames(WindowedPolicy):
         return super().capacity(num_frames, block_size)._replace(raw_slots=self.sink)
 
 
-class RollingForcingPipeline(CausalInferencePipeline):
+class RollingForcingPipeline(pipeline.CausalInferencePipeline):
     """Text to video by a rolling window. A forward sees the model's local_attn_size frames, 21 if -1."""
 
     def __init__(self, *args, **kwargs):
@@ -114,7 +113,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         resumes: bool = False,
         prompt_schedule: Sequence[PromptSwitch] = (),
         on_pass: Callable[[], None] | None = None,
-        probe: Probe | None = None,
+        probe: pipeline.Probe | None = None,
     ) -> Iterator[tuple[range, Tensor]]:
         """Yield frames and latents [B, n, C, h, w] of each block as it leaves the window.
 
@@ -122,7 +121,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         probes and edits.
         """
         unequal = self.first_steps != self.later_steps or self.independent_first_frame
-        if unequal or self.recompute_context or num_given or prompt_schedule or probe or active_edits():
+        if unequal or self.recompute_context or num_given or prompt_schedule or probe or sites.active_edits():
             raise ConfigError(
                 "sampler rolling_forcing has equal blocks and steps, without recompute_context, given "
                 "beginning, later prompts, probes and interventions; take sampler blocks"
@@ -131,7 +130,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
             num_frames = noise.shape[1]
         blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
         check_frames(noise, range(num_frames))
-        check_watchers(self.sizes(num_frames))
+        sites.check_watchers(self.sizes(num_frames))
         batch, _, _, height, width = noise.shape
         n, text = self.num_frame_per_block, self.model.text_keys_values(prompt_embeds)
         policy = CleanFrames(window=n + self.attention_size, sink=n)
@@ -139,8 +138,8 @@ class RollingForcingPipeline(CausalInferencePipeline):
         assert isinstance(cache, RollingCache)  # CleanFrames.cache_type
         window: dict[int, Tensor] = {}  # block -> its latents at its present level
 
-        def forward(x: Tensor, t: Tensor, at: Pass) -> Tensor:
-            with during(at):
+        def forward(x: Tensor, t: Tensor, at: sites.Pass) -> Tensor:
+            with sites.during(at):
                 flow = self.model(x, t, text, cache)
             if on_pass:
                 on_pass()
@@ -163,12 +162,12 @@ class RollingForcingPipeline(CausalInferencePipeline):
             for part, flow in zip(parts, flows, strict=True):
                 assert part.step is not None  # this sampler counts its steps
                 block, step, frames = part.block, part.step, blocks[part.block]
-                x0 = flow_to_x0(flow, window[block], self.sigmas[step])
-                with during(part):
-                    x0 = hook_point("x0", None, x0)
+                x0 = pipeline.flow_to_x0(flow, window[block], self.sigmas[step])
+                with sites.during(part):
+                    x0 = sites.hook_point("x0", None, x0)
                 # 3. Each block goes on to its next lower level, unless it is at the last.
                 if step + 1 < levels:
-                    window[block] = add_noise(x0, noise.fresh(step, frames), self.sigmas[step + 1])
+                    window[block] = pipeline.add_noise(x0, noise.fresh(step, frames), self.sigmas[step + 1])
                     continue
                 # 4. It leaves: the clean pass keeps its keys and values.
                 del window[block]

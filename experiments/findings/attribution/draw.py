@@ -8,24 +8,24 @@ does.
 
 from pathlib import Path
 
+from experiments import figures
+from experiments.analysis import results
 from experiments.analysis.panels import table
-from experiments.analysis.results import attribution_pairs, attribution_rows
-from experiments.figures import attribution_against, save_figure
-from experiments.running.cli import Parser, main
+from experiments.running import cli
 from wan.files import read_json
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = cli.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVG")
     parser.add_argument("--overwrite", action="store_true", help="replace figures that were changed since")
     args = parser.parse_args(argv)
     folder = args.figures
     report = read_json(Path(__file__).with_name("results.json"))
-    print(table(attribution_rows(report)))
-    figure = attribution_against(attribution_pairs(report))
-    print(save_figure(figure, folder / "attribution_against.svg", overwrite=args.overwrite))
+    print(table(results.attribution_rows(report)))
+    figure = figures.attribution_against(results.attribution_pairs(report))
+    print(figures.save_figure(figure, folder / "attribution_against.svg", overwrite=args.overwrite))
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

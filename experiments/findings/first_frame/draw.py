@@ -10,29 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.analysis import published
+from experiments import figures
+from experiments.analysis import published, rope_waves
 from experiments.analysis.first_frame import matrices
 from experiments.analysis.panels import BlockPanel, choose_heads, table
-from experiments.analysis.rope_waves import (
-    WAN_HEAD_DIM,
-    fastest_frequencies,
-    first_excess,
-    fit_matrix,
-    fitted_frequencies,
-    panels_of_view,
-    predict_first,
-)
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
-from experiments.figures import first_by_block, head_curves, save_figure
-from experiments.running.cli import Parser, main
+from experiments.running import cli
 
 PROMPTS = "eagle", "castle"
 RIDGE = 0.001  # of the forecast (sink_forecast.md)
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = cli.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
     parser.add_argument("--overwrite", action="store_true", help="replace figures that were changed since")
     args = parser.parse_args(argv)
@@ -41,20 +32,20 @@ def run(argv=None):
     view = atlas("eagle", 21)
     curves, _ = published.curves_for(view, published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL)
     panels, _ = choose_heads(view, published.FIGURE4_HEADS)
-    figure4 = head_curves(published.add_reference(panels, view, curves), view.caption)
-    print(save_figure(figure4, folder / "figure4_published.svg", overwrite=args.overwrite))
+    figure4 = figures.head_curves(published.add_reference(panels, view, curves), view.caption)
+    print(figures.save_figure(figure4, folder / "figure4_published.svg", overwrite=args.overwrite))
     # 2. The same heads at every block of 72 frames
     view = atlas("eagle", 72)
     panels, _ = choose_heads(view, published.FIGURE4_HEADS)
-    blocks, _ = panels_of_view(view, panels)
+    blocks, _ = rope_waves.panels_of_view(view, panels)
     about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
-    by_block = first_by_block(blocks, "Frame 0 by block of queries", about)
-    print(save_figure(by_block, folder / "first_frame_by_block.svg", overwrite=args.overwrite))
+    by_block = figures.first_by_block(blocks, "Frame 0 by block of queries", about)
+    print(figures.save_figure(by_block, folder / "first_frame_by_block.svg", overwrite=args.overwrite))
     # 3. What 21 frames of the other prompt say of them
-    forecast = first_by_block(
+    forecast = figures.first_by_block(
         forecasts(), "Frame 0 by block of queries, predicted", f"{about}; waves and s of 21 frames of castle"
     )
-    print(save_figure(forecast, folder / "sink_forecast.svg", overwrite=args.overwrite))
+    print(figures.save_figure(forecast, folder / "sink_forecast.svg", overwrite=args.overwrite))
     # 4. Heads of both prompts that put frame 0 first at four blocks in a row
     print(table(steady_heads()))
 
@@ -67,11 +58,13 @@ def atlas(prompt: str, length: int) -> Profiles:
 def forecasts() -> dict[str, BlockPanel]:
     """Predict frame 0 at every block of eagle's 72 frames, for the paper's heads, from 21 of castle."""
     short, matrix = atlas("castle", 21), matrices(atlas("eagle", 72))
-    fit = fit_matrix(matrices(short), short.block_sizes, fastest_frequencies(WAN_HEAD_DIM), RIDGE)
+    fit = rope_waves.fit_matrix(
+        matrices(short), short.block_sizes, rope_waves.fastest_frequencies(rope_waves.WAN_HEAD_DIM), RIDGE
+    )
     starts = np.arange(6, matrix.shape[-1], 3)
     # [blocks, layers, H]
-    measured = np.stack([first_excess(matrix[..., n : n + 3, :n]) for n in starts])
-    predicted = np.stack([predict_first(fit, range(n, n + 3), range(n)) for n in starts])
+    measured = np.stack([rope_waves.first_excess(matrix[..., n : n + 3, :n]) for n in starts])
+    predicted = np.stack([rope_waves.predict_first(fit, range(n, n + 3), range(n)) for n in starts])
     heads = {label: (layer, head) for layer, head, label in published.FIGURE4_HEADS}
     return {
         label: BlockPanel(starts, measured[:, layer, head], predicted[:, layer, head])
@@ -85,7 +78,9 @@ def steady_heads() -> list[dict[str, str | int]]:
     for prompt in PROMPTS:
         view = atlas(prompt, 21)
         matrix = matrices(view)
-        fit = fit_matrix(matrix, view.block_sizes, fitted_frequencies(view, 3 * view.num_frames))
+        fit = rope_waves.fit_matrix(
+            matrix, view.block_sizes, rope_waves.fitted_frequencies(view, 3 * view.num_frames)
+        )
         frames = np.arange(view.num_frames)
         waves = fit.waves.at((frames[:, None] - frames).ravel()).reshape(matrix.shape)
         with_s = waves.copy()
@@ -105,4 +100,4 @@ def steady_heads() -> list[dict[str, str | int]]:
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

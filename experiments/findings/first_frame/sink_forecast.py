@@ -15,18 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import experiments
 import experiments.analysis.rope_waves as rw
-from experiments import capture, intervene, load
-from experiments.analysis import published
+from experiments import miniature
+from experiments.analysis import published, stats
 from experiments.analysis.first_frame import matrices
 from experiments.analysis.panels import table
-from experiments.analysis.stats import contrasts_of_trainings, pearson, rounded
 from experiments.caches import load_cache
 from experiments.caches.files import save_report
 from experiments.caches.view import open_profiles
-from experiments.miniature import SETS, held_out_scenes
 from experiments.provenance import environment
-from experiments.running.cli import Parser, main
+from experiments.running import cli
 from wan.files import read_json
 from wan.interventions import Band, Move
 
@@ -44,7 +43,7 @@ CONTRASTS = {"1: waves and s less s alone": "s alone", "2: waves and s less pers
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = cli.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("answers", type=Path, nargs="*", help="what --measure wrote, a file a training")
     parser.add_argument("--measure", type=Path, help="directory of a training")
     args = parser.parse_args(argv)
@@ -102,7 +101,7 @@ def forecast(fits: Mapping[str, rw.MatrixFit], blocks: list[Block], base: list[B
             pair = rw.predict_first(fit, block.q, block.k), block.excess
             if edit is not None:
                 pair = change_of(fit, block, edit), block.excess - unedited.excess
-            by_block.append(float(pearson(*(values.ravel() for values in pair))))
+            by_block.append(float(stats.pearson(*(values.ravel() for values in pair))))
         if name in METHODS:  # a method that predicts no change has no r
             r[name] = [round(value, 3) if np.isfinite(value) else None for value in by_block]
         else:
@@ -122,7 +121,7 @@ def of_published() -> dict[str, Any]:
     for ridge in RIDGES:
         fit = fits_of(matrices(views["castle", SHORT]), bands, ridge)["waves and s"]
         predicted = rw.predict_first(fit, range(last, LONG), range(last))
-        scores[ridge] = round(float(pearson(predicted.ravel(), measured.ravel())), 3)
+        scores[ridge] = round(float(stats.pearson(predicted.ravel(), measured.ravel())), 3)
     assert scores[RIDGE] == max(scores.values())
     rows = {n: matrices(views["eagle", LONG])[..., n : n + BLOCK, :n] for n in range(SHORT, LONG, BLOCK)}
     blocks = [Block(range(n, n + BLOCK), range(n), rw.first_excess(row)) for n, row in rows.items()]
@@ -135,15 +134,17 @@ def of_published() -> dict[str, Any]:
 
 def measure(directory: Path) -> dict[str, Any]:
     """Predict 72 frames of every caption from 21 of it and of the next one."""
-    scenes = [held_out_scenes(kinds, CAPTIONS // 3) for kinds in SETS.values()]
+    scenes = [miniature.held_out_scenes(kinds, CAPTIONS // 3) for kinds in miniature.SETS.values()]
     captions = [scene.caption for row in zip(*scenes, strict=True) for scene in row]
     weights = {"ckpt_dir": directory, "checkpoint_path": directory / "self_forcing_mini.pt"}
     about: dict[str, Any] = {"captions": captions, "r": {}}
 
     def rollouts(length: int, policy: str, edit: Any) -> list[Any]:
-        session = load("wan_mini", num_frames=length, cache_policy=policy, device="cpu", **weights)
-        edits = intervene(edit) if edit else nullcontext()
-        with capture(session, layers=[*range(8)], steps=[0], mass=False), edits:
+        session = experiments.load(
+            "wan_mini", num_frames=length, cache_policy=policy, device="cpu", **weights
+        )
+        edits = experiments.intervene(edit) if edit else nullcontext()
+        with experiments.capture(session, layers=[*range(8)], steps=[0], mass=False), edits:
             runs = session.generate(captions, seeds=[*range(CAPTIONS)])
         about.update(weights_sha256=session.weights_sha256, environment=environment(session.device))
         return runs
@@ -179,15 +180,15 @@ def findings_of(trainings: Mapping[str, Any]) -> dict[str, Any]:
     primary, r = "full, from another caption", dict[str, dict[str, Any]]()
     waves = values_of(trainings, primary, METHODS[0])
     others = {name: values_of(trainings, primary, method) for name, method in CONTRASTS.items()}
-    contrasts = contrasts_of_trainings({name: waves - other for name, other in others.items()})
+    contrasts = stats.contrasts_of_trainings({name: waves - other for name, other in others.items()})
     for condition, videos in next(iter(trainings.values()))["r"].items():
         methods = [name for name in METHODS if None not in videos[0][name]]
-        means = rounded([values_of(trainings, condition, name).mean() for name in methods])
+        means = stats.rounded([values_of(trainings, condition, name).mean() for name in methods])
         null = [[video["jittered"] for video in one["r"][condition]] for one in trainings.values()]
         draws = np.mean(null, (0, 1))
         r[condition] = dict(zip(methods, means, strict=True))
-        r[condition]["jittered: median, best"] = rounded([np.median(draws), draws.max()])
-        r[condition]["each"] = rounded(values_of(trainings, condition, METHODS[0]).mean(1))
+        r[condition]["jittered: median, best"] = stats.rounded([np.median(draws), draws.max()])
+        r[condition]["each"] = stats.rounded(values_of(trainings, condition, METHODS[0]).mean(1))
     return {"contrasts": contrasts, "r": r}
 
 
@@ -197,4 +198,4 @@ def values_of(trainings: Mapping[str, Any], condition: str, method: str) -> np.n
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.analysis.results import HEADS, presence_panels
+from experiments.analysis import results
 from experiments.analysis.stats import Interval
 from experiments.figures import effect_against, knockout_shares, save_figure
-from experiments.running.cli import Parser, main
+from experiments.running import cli
 from wan.files import read_json
 
 PANELS = {  # title -> captions by their colour, edit, question
@@ -38,7 +38,7 @@ SETS = {  # of empty_past.json -> in words
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = cli.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
     parser.add_argument("--overwrite", action="store_true", help="replace figures that were changed since")
     args = parser.parse_args(argv)
@@ -46,7 +46,7 @@ def run(argv=None):
     presence = read_json(Path(__file__).with_name("presence_and_identity.json"))
     first_frame = read_json(Path(__file__).with_name("results.json"))["first_frame"]
     edits = knockout_shares(
-        *presence_panels(presence, PANELS, [*HEADS]),
+        *results.presence_panels(presence, PANELS, [*results.HEADS]),
         title="Presence and identity",
         y="Heads",
         note=f"{pairs_of(presence)}; last panel: of captions that do not name the colour, what comes back",
@@ -54,7 +54,7 @@ def run(argv=None):
     empty_past = read_json(Path(__file__).with_name("empty_past.json"))
     figures = {
         "presence_and_identity": edits,
-        "hidden_shapes": knockout_shares(*presence_panels(presence)),
+        "hidden_shapes": knockout_shares(*results.presence_panels(presence)),
         "first_frame_removed": first_frame_removed(first_frame),
         "empty_past": emptied(empty_past),
     }
@@ -99,4 +99,4 @@ def first_frame_removed(report: Mapping[str, Any]) -> Figure:
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

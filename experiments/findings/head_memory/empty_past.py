@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments import intervene, load
+from experiments import intervene, load, miniature
 from experiments.analysis import stats
 from experiments.analysis.panels import table
 from experiments.caches.files import save_report
-from experiments.miniature import Scene, held_out_scenes, in_sight, judge, track
 from experiments.provenance import environment
-from experiments.running.cli import Parser, main
+from experiments.running import cli
+from wan import interventions
 from wan.files import read_json
-from wan.interventions import Edit, Knockout, Patch, RunInStep, Source
 
 FOLDER = Path(__file__).parent
 CAPTIONS, SEEN = 96, 8  # those of presence_and_identity.json without the first, which trials have seen
@@ -35,7 +34,7 @@ DRAWN = 2  # random sets beside P, and beside I
 DONORS, SEED_STEP = 8, 10_000  # seeds of a donor that are tried, and what is between them
 FEWEST_PAIRS = 16  # a training with fewer is left out
 PAST_FRAMES = 69  # video frames of the latent frames that the last block reads
-DONOR = Source(prompt="the caption without its shape")
+DONOR = interventions.Source(prompt="the caption without its shape")
 ALL = [*product(range(8), range(12))]  # layers and heads
 CONTRASTS = {  # name -> edit and set that should have more, edit and set that should have less
     "1: empty, others of I less I": ("empty, others of I", "empty, I"),
@@ -49,7 +48,7 @@ Heads = list[tuple[int, int]]
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = cli.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("answers", type=Path, nargs="*", help="what --measure wrote, a file a training")
     parser.add_argument("--measure", type=Path, help="directory of a training, whose answers to write")
     parser.add_argument("--device", default="auto")
@@ -85,39 +84,41 @@ def sets_of(training: str) -> dict[str, Heads]:
     return sets
 
 
-def edits_of(edit: str, heads: Heads) -> list[Edit]:
+def edits_of(edit: str, heads: Heads) -> list[interventions.Edit]:
     """Return the edits of a set: its past is removed, or is that of a run in step."""
-    edits = list[Edit]()
+    edits = list[interventions.Edit]()
     for layer in sorted({layer for layer, _ in heads}):
         of_layer = tuple(head for n, head in heads if n == layer)
         if edit == "removed":
-            edits.append(Knockout(frames=("past",), layers=(layer,), heads=of_layer, passes="all"))
+            edits.append(
+                interventions.Knockout(frames=("past",), layers=(layer,), heads=of_layer, passes="all")
+            )
         else:
-            edits.append(Patch("kv", DONOR, layers=(layer,), heads=of_layer, passes="all"))
+            edits.append(interventions.Patch("kv", DONOR, layers=(layer,), heads=of_layer, passes="all"))
     return edits
 
 
-def answer_of(video: np.ndarray, scene: Scene) -> int:
+def answer_of(video: np.ndarray, scene: miniature.Scene) -> int:
     """Return 0 for a shape that stays in sight, 1 that hides, 2 comes back, 3 comes back in its colour."""
     torch.set_num_threads(1)
-    answers = judge(torch.from_numpy(video), scene)
+    answers = miniature.judge(torch.from_numpy(video), scene)
     steps = answers["hides"], answers["comes_back"], answers["comes_back"] and answers["same_color"]
     return sum(map(int, steps))
 
 
-def is_empty(video: np.ndarray, scene: Scene) -> int:
+def is_empty(video: np.ndarray, scene: miniature.Scene) -> int:
     """Return 1 where the tracker finds no shape in any frame that a later block reads."""
     torch.set_num_threads(1)
-    sight = in_sight(scene, video.shape[-1])
-    return int(not track(torch.from_numpy(video[:PAST_FRAMES]), sight).seen.any())
+    sight = miniature.in_sight(scene, video.shape[-1])
+    return int(not miniature.track(torch.from_numpy(video[:PAST_FRAMES]), sight).seen.any())
 
 
 def measure(directory: Path, device: str, count: int, pool: ProcessPoolExecutor, folder: Path) -> None:
     """Roll out all conditions of one training, and write a digit a video after each."""
     # 1. Captions with a wall, and those of donors: the same without the shape
     sets = sets_of(directory.name)
-    scenes = dict[str, tuple[int, Scene]]()
-    for number, scene in enumerate(held_out_scenes(["wall"], 480)):
+    scenes = dict[str, tuple[int, miniature.Scene]]()
+    for number, scene in enumerate(miniature.held_out_scenes(["wall"], 480)):
         scenes.setdefault(scene.caption, (number, scene))
     chosen = [*scenes.values()][SEEN:count]
     captions = [scene.caption for _, scene in chosen]
@@ -159,7 +160,7 @@ def measure(directory: Path, device: str, count: int, pool: ProcessPoolExecutor,
         if condition in report["answers"]:
             continue
         edits = edits_of(edit, (sets | {"all": ALL})[name][:size])
-        source = RunInStep(partial(generate, donors, rows, report["donor seeds"]))
+        source = interventions.RunInStep(partial(generate, donors, rows, report["donor seeds"]))
         with source, intervene(*edits, data=dict.fromkeys(edits, source)):
             latents = generate(captions, rows, [own[n] for n in rows])
         report["answers"][condition] = digits(latents, rows)
@@ -197,4 +198,4 @@ def findings_of(trainings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

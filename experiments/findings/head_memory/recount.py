@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments.analysis import stats
 from experiments.analysis.panels import table
-from experiments.analysis.stats import bootstrap, contrast_of_trainings, mean_without_nan, rounded
+from experiments.analysis.stats import bootstrap
 from experiments.caches.files import save_report
-from experiments.running.cli import Parser, main
+from experiments.running import cli
 from wan.files import read_json
 
 PATH = Path(__file__).with_name("presence_and_identity.json")
@@ -30,7 +31,7 @@ CONTRASTS = {  # as in the report: edit, question, the set that should have more
 
 
 def run(argv=None):
-    Parser(description=__doc__.splitlines()[0]).parse_args(argv)
+    cli.Parser(description=__doc__.splitlines()[0]).parse_args(argv)
     report = read_json(PATH)
     report["disjoint"] = disjoint_of(report)
     save_report(report, PATH)
@@ -59,11 +60,11 @@ def disjoint_of(report: Mapping[str, Any]) -> dict[str, Any]:
                 values_of(trainings[name], edit, draws[name] if of == "random of P" else [of], question)
                 for of in sets
             )
-            rows.append(mean_without_nan((more - less).T))  # [captions]
+            rows.append(stats.mean_without_nan((more - less).T))  # [captions]
         if len(rows) > 1:
-            numbers = contrast_of_trainings(np.stack(rows))
+            numbers = stats.contrast_of_trainings(np.stack(rows))
         else:  # t needs several: an interval over captions
-            numbers = {"bootstrap": rounded(bootstrap(rows[0][~np.isnan(rows[0])]))}
+            numbers = {"bootstrap": stats.rounded(bootstrap(rows[0][~np.isnan(rows[0])]))}
         contrasts[label] = {"trainings": kept} | numbers
     return {
         "heads of P and I": shared,
@@ -88,8 +89,8 @@ def values_of(training: Mapping[str, Any], edit: str, sets: Sequence[str], quest
     for number, of in enumerate(sets):
         answers = answers_of(training["answers"][f"{edit}, {of}"])[question]
         values[number, slice(None) if rows is None else rows] = answers
-    return mean_without_nan(values.T).reshape(training["seeds"], -1)[:, SEEN:]
+    return stats.mean_without_nan(values.T).reshape(training["seeds"], -1)[:, SEEN:]
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -8,28 +8,30 @@ it prints, and effect_by_length.json those of the first frame.
 
 from pathlib import Path
 
+from experiments import figures
+from experiments.analysis import results
 from experiments.analysis.panels import table
-from experiments.analysis.results import LongRollouts, read_strips
-from experiments.figures import long_strips, save_figure
-from experiments.running.cli import Parser, main
+from experiments.running import cli
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = cli.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVG")
     parser.add_argument("--overwrite", action="store_true", help="replace figures that were changed since")
     args = parser.parse_args(argv)
     folder = args.figures
-    strips, seconds, about = read_strips(
+    strips, seconds, about = results.read_strips(
         Path(__file__).with_name("strips.json"), Path(__file__).with_name("results.json")
     )
     print(
-        save_figure(
-            long_strips(strips, seconds, about), folder / "long_rollouts.svg", overwrite=args.overwrite
+        figures.save_figure(
+            figures.long_strips(strips, seconds, about),
+            folder / "long_rollouts.svg",
+            overwrite=args.overwrite,
         )
     )
-    print(table(LongRollouts.open(Path(__file__).with_name("results.json")).rows()))
+    print(table(results.LongRollouts.open(Path(__file__).with_name("results.json")).rows()))
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

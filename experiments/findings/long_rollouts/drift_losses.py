@@ -18,20 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments import load
+from experiments import load, miniature
+from experiments.analysis import stats
 from experiments.analysis.drift import FROM, motion
 from experiments.analysis.panels import table
-from experiments.analysis.stats import (
-    bootstrap_of_trainings,
-    contrast_of_trainings,
-    contrasts_of_trainings,
-    mean_without_nan,
-    rounded,
-)
 from experiments.caches.files import save_report
-from experiments.miniature import KINDS, SETS, Scene, held_out_scenes, judge_seconds, render_videos
 from experiments.provenance import environment
-from experiments.running.cli import Parser, main
+from experiments.running import cli
 from wan.files import read_json
 
 FOLDER = Path(__file__).parent
@@ -60,7 +53,7 @@ BESIDE = {  # not tested; 5 and 6 are predicted to lie within 0.1 of 0
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = cli.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("answers", type=Path, nargs="*", help="what --measure wrote, a file a training")
     parser.add_argument("--measure", type=Path, help="directory of a training, whose answers to write")
     parser.add_argument("--device", default="auto")
@@ -82,21 +75,23 @@ def run(argv=None):
         print(table([{part: name} | row for name, row in report[part].items()]))
 
 
-def scenes_of() -> list[Scene]:
+def scenes_of() -> list[miniature.Scene]:
     """Return scenes of one shape, of two that cross and of a wall in turn, as compare_policies.py does."""
-    rows = zip(*(held_out_scenes(kinds, 2 * CAPTIONS) for kinds in SETS.values()), strict=True)
+    rows = zip(
+        *(miniature.held_out_scenes(kinds, 2 * CAPTIONS) for kinds in miniature.SETS.values()), strict=True
+    )
     scenes = {scene.caption: scene for row in reversed([*rows]) for scene in reversed(row)}
     return [*reversed(scenes.values())][:CAPTIONS]
 
 
 # --- Videos -> a digit a second, and motion
-def answers_of(pixels: np.ndarray, scene: Scene) -> tuple[str, str]:
+def answers_of(pixels: np.ndarray, scene: miniature.Scene) -> tuple[str, str]:
     """Judge a video uint8 [T, 3, H, W] -> a digit a second, and its motion in thousandths of a side a second.
 
     0: not all shapes are in sight; else 1, + 1 for the caption's outlines, + 2 for its colours.
     """
     torch.set_num_threads(1)
-    seconds = judge_seconds(torch.from_numpy(pixels).float() / 255, scene)
+    seconds = miniature.judge_seconds(torch.from_numpy(pixels).float() / 255, scene)
     digits = seconds.visible * (1 + seconds.shape.int() + 2 * seconds.color.int())
     thousandths = (1000 * motion(pixels.transpose(0, 2, 3, 1))).round().astype(int)
     return "".join(map(str, digits.tolist())), " ".join(map(str, thousandths.tolist()))
@@ -113,7 +108,9 @@ def measure(directory: Path, device: str, num_frames: int, pool: ProcessPoolExec
         if name in report["answers"]:
             continue
         if name == RENDERED:  # a scene has no seed
-            videos = [one for scene in scenes for one in render_videos([scene], 1 + 4 * (num_frames - 1))]
+            videos = [
+                one for scene in scenes for one in miniature.render_videos([scene], 1 + 4 * (num_frames - 1))
+            ]
             pixels = [(video * 255).round().byte().numpy() for video in videos]
             shown = scenes
         else:
@@ -149,7 +146,7 @@ def values_of(training: Mapping[str, Any], policy: str, measure: str) -> np.ndar
     value = values[measure.partition(" ")[0]].reshape(shape).astype(float)
     if measure.endswith("| visible"):
         value[~seen] = np.nan
-    return mean_without_nan(value)
+    return stats.mean_without_nan(value)
 
 
 def less(trainings: Mapping[str, Any], measure: str, more: str, fewer: str) -> np.ndarray:
@@ -160,21 +157,21 @@ def less(trainings: Mapping[str, Any], measure: str, more: str, fewer: str) -> n
 
 def findings_of(trainings: Mapping[str, Any]) -> dict[str, Any]:
     """Return contrasts with Holm's p, and every policy's measures: of all scenes, and of each kind."""
-    contrasts = contrasts_of_trainings({name: less(trainings, *row) for name, row in CONTRASTS.items()})
-    contrasts |= {name: contrast_of_trainings(less(trainings, *row)) for name, row in BESIDE.items()}
+    contrasts = stats.contrasts_of_trainings({name: less(trainings, *row) for name, row in CONTRASTS.items()})
+    contrasts |= {name: stats.contrast_of_trainings(less(trainings, *row)) for name, row in BESIDE.items()}
     kinds = np.array(next(iter(trainings.values()))["kinds"])
     policies: dict[str, Any] = {}
     for policy, measure in product((*POLICIES, RENDERED), MEASURES):
         values = np.stack([values_of(one, policy, measure) for one in trainings.values()])
         row = policies.setdefault(policy, {})
-        interval, each = bootstrap_of_trainings(values), mean_without_nan(values)
-        row[measure] = {"all": rounded(interval), "each": rounded(each)}
-        for kind in KINDS:
-            of_kind = float(mean_without_nan(mean_without_nan(values[:, kinds == kind])))
+        interval, each = stats.bootstrap_of_trainings(values), stats.mean_without_nan(values)
+        row[measure] = {"all": stats.rounded(interval), "each": stats.rounded(each)}
+        for kind in miniature.KINDS:
+            of_kind = float(stats.mean_without_nan(stats.mean_without_nan(values[:, kinds == kind])))
             if np.isfinite(of_kind):  # of trainings in which something is in sight
                 row[f"{measure}, {kind}"] = round(of_kind, 3)
     return {"contrasts": contrasts, "policies": policies}
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)
