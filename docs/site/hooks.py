@@ -14,7 +14,7 @@ DOCUMENTS = (
     "*.md",
     "docs/*.md",
     "*/README.md",
-    "experiments/findings/*/*.md",
+    "experiments/findings/*/README.md",
     "cache/published/*.md",
     "tests/golden/*.md",
     "notebooks/*.ipynb",

@@ -19,7 +19,7 @@ from experiments.caches.view import Profiles, open_profiles
 from experiments.running import cli
 
 PROMPTS = "eagle", "castle"
-RIDGE = 0.001  # of the forecast (sink_forecast.md)
+RIDGE = 0.001  # of the forecast (README.md)
 
 
 def run(argv=None):

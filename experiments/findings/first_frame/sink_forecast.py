@@ -1,4 +1,4 @@
-"""Can 21 frames predict how much heads will prefer frame 0 in longer videos? (sink_forecast.md)
+"""Can 21 frames predict how much heads will prefer frame 0 in longer videos? (README.md)
 
     python experiments/findings/first_frame/sink_forecast.py --measure outputs/mini1
     python experiments/findings/first_frame/sink_forecast.py outputs/sink_forecast/*.json

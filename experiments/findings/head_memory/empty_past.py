@@ -1,4 +1,4 @@
-"""Take the past of heads away, or give them an empty one: what comes back? (empty_past.md)
+"""Take the past of heads away, or give them an empty one: what comes back? (README.md)
 
     python experiments/findings/head_memory/empty_past.py --measure outputs/mini1 --device cuda
     python experiments/findings/head_memory/empty_past.py outputs/empty_past/*.json

@@ -1,4 +1,4 @@
-"""What does a minute of video lose: objects, their colours, or their motion? (drift_losses.md)
+"""What does a minute of video lose: objects, their colours, or their motion? (README.md)
 
     python experiments/findings/long_rollouts/drift_losses.py --measure outputs/mini1 --device cuda
     python experiments/findings/long_rollouts/drift_losses.py outputs/drift/*.json
