@@ -473,6 +473,8 @@ class Captured:
         """Write the activations of the last run, which load_cache reads: a .safetensors."""
         common = self._last().common
         about = {name: common[name] for name in ("model", "prompt", "seed", "fingerprint")}
+        if "uncompiled" in common:
+            about["uncompiled"] = common["uncompiled"]
         return save_activations(path, self.tables, about, overwrite)
 
     def atlas(self, run: Run | None = None, branch: str | None = None, **chosen: Any) -> "Atlas":
@@ -505,7 +507,11 @@ class Captured:
     def __repr__(self) -> str:
         calls = len(self.runs[-1].records) if self.runs else 0
         kept = ", ".join(self.watcher.sites) if self.watcher else f"{calls} captured calls in the last"
-        return f"Captured: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
+        text = f"Captured: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
+        names = sorted({name for run in self.runs for name in run.common.get("uncompiled", ())})
+        if names:
+            text += f"; {' and '.join(names)} ran uncompiled"
+        return text
 
 
 class Recording:

@@ -17,7 +17,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
@@ -36,8 +36,8 @@ from experiments.caches.files import RunError
 from experiments.caches.formats import READ_BY
 from experiments.extraction.video import to_pixels
 from experiments.runs import AnySession, Run
+from wan import compiled, diffusers_capture, diffusers_latents, errors, sites
 from wan import diffusers_attention as attention
-from wan import diffusers_capture, diffusers_latents, errors, sites
 from wan import identity as identities
 from wan.capture import CapturedCall, move_to_cpu
 from wan.config import RunConfig
@@ -200,8 +200,7 @@ class PipelineSession(AnySession):
     @cached_property
     def model_config(self) -> PipelineSizes:
         """Numbers of layers and heads, as far as they are known."""
-        with diffusers_capture.watching(self.model):
-            layers = diffusers_capture.count_layers(self.model)
+        layers = diffusers_capture.count_layers(self.model)
         heads = getattr(self.model.config, "num_attention_heads", None)
         return PipelineSizes(layers, heads, getattr(self.model.config, "attention_head_dim", None))
 
@@ -230,7 +229,11 @@ class PipelineSession(AnySession):
             signature.bind(self.pipe, *args, **kwargs)
         except TypeError as error:
             raise errors.ConfigError(f"{title}: {error}") from None
-        with self.opened():
+        # A compiled transformer stays compiled where nobody looks.
+        watch: AbstractContextManager[None] = nullcontext()
+        if self.is_watched():
+            watch = self.opened()
+        with watch:
             runs, _ = self.make(original_call(self.pipe), args, kwargs)
         if len(runs) == 1:
             return runs[0]
@@ -511,6 +514,13 @@ class PipelineSession(AnySession):
             common["negative_prompt"] = negative
         if live.quantised:
             common["quantised"] = live.quantised
+        uncompiled = [
+            name or type(model).__name__
+            for name, model in self.models.items()
+            if diffusers_capture.is_uncompiled(model)
+        ]
+        if uncompiled:
+            common["uncompiled"] = uncompiled
         checks = {record.frames for record in calls if record.site.kind == "self"} - {None}
         if checks:
             order = ("unverified", "told", "verified")
@@ -533,7 +543,7 @@ class PipelineSession(AnySession):
         live = live or identities.live_weights(self.models)
         values = {
             "model": config.model,
-            "class": type(self.pipe).__qualname__,
+            "class": type(compiled.plain(self.pipe)).__qualname__,
             "weights": live.sampled,
             "prompt": config.prompt,
             "seed": config.seed,
@@ -847,7 +857,7 @@ def name_of(x: Any) -> str:
     origin = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)
     if origin and Path(origin).is_dir():
         return Path(origin).name
-    return origin or type(x).__name__
+    return origin or type(compiled.plain(x)).__name__
 
 
 def scheduler_facts(pipe: Any) -> dict[str, Any]:

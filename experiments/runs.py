@@ -226,7 +226,10 @@ class Run:
         if self.edits:
             counts = self.common["interventions"].get("calls", ())
             edits = f", edited by {self.edits} ({' + '.join(map(str, counts))} calls)"
-        return f"Run: {about}, latents {list(self.latents.shape)}, {calls} captured calls{edits}"
+        uncompiled = ""
+        if "uncompiled" in self.common:
+            uncompiled = f", {' and '.join(self.common['uncompiled'])} uncompiled"
+        return f"Run: {about}, latents {list(self.latents.shape)}, {calls} captured calls{edits}{uncompiled}"
 
     # --- What was captured
     @property

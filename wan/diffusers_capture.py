@@ -13,6 +13,7 @@ own, ATTENTION_WEIGHT_CAPTURE.during(Pass(...)) around a forward takes precedenc
 
 import inspect
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan import capture, diffusers_frames, diffusers_passes, errors
+from wan import capture, compiled, diffusers_frames, diffusers_passes, errors
 from wan import diffusers_attention as attention
 from wan import diffusers_latents as latents
 from wan.interventions import reusable
@@ -56,7 +57,8 @@ TURNING = ("Move", "Jitter", "Band")  # edits that turn q and k as Wan's RoPE do
 def watching(x: Any, layout: Any = None) -> Iterator[dict[str | None, Any]]:
     """Connect a diffusers pipeline, or a transformer, to captures and edits while the context lasts.
 
-    Yields the transformers by name (None: x itself). layout says where frames lie, for a class that is not in
+    Yields the transformers by name (None: x itself); what torch.compile made of them runs uncompiled
+    meanwhile. layout says where frames lie, for a class that is not in
     FAMILIES or tokens that nobody tells: (frames, tokens of each) or (frames, tokens of each, tokens before
     them), or a function of the model's config and its forward's arguments that returns them. Raises
     ConfigError for other models, and for attention that does not go through dispatch_attention_fn. Contexts
@@ -70,19 +72,24 @@ def watching(x: Any, layout: Any = None) -> Iterator[dict[str | None, Any]]:
 
 
 def transformers_of(x: Any) -> dict[str | None, Any]:
-    """Return a pipeline's transformers by name, or a transformer under None."""
+    """Return a pipeline's transformers by name, or a transformer under None; not torch.compile's wrappers."""
+    return {name: compiled.plain(module) for name, module in _modules_of(x).items()}
+
+
+def _modules_of(x: Any) -> dict[str | None, Any]:
+    """Return a pipeline's transformers by name as it calls them, or a transformer under None."""
     if isinstance(x, nn.Module):
         return {None: x}
-    modules = {name: getattr(x, name, None) for name in diffusers_passes.TRANSFORMERS}
-    transformers: dict[str | None, Any] = {}
-    for name, module in modules.items():
+    modules: dict[str | None, Any] = {}
+    for name in diffusers_passes.TRANSFORMERS:
+        module = getattr(x, name, None)
         if isinstance(module, nn.Module):
-            transformers[name] = module
-    if not transformers:
+            modules[name] = module
+    if not modules:
         raise errors.ConfigError(
             f"{type(x).__name__} is no pipeline of diffusers with a transformer, and no model"
         )
-    return transformers
+    return modules
 
 
 @dataclass(eq=False)
@@ -97,6 +104,7 @@ class Watched:
     undo: ExitStack
     layout: Any = None
     count: int = 1
+    is_compiled: bool = False  # and runs uncompiled meanwhile
     evaluations: diffusers_passes.Evaluations = field(default_factory=diffusers_passes.Evaluations)
     resting: list[nn.Module] = field(default_factory=list)  # attention that refines text before the layers
     places: dict[Any, Checked] = field(default_factory=dict)  # what the experiment found, by shapes
@@ -110,8 +118,21 @@ _lock = Lock()
 
 
 def count_layers(transformer: Any) -> int | None:
-    """Return how many layers a watched transformer has; None where its family is not known."""
-    return len(_open[id(transformer)].layers) or None
+    """Return how many layers a transformer has; None where its family is not known."""
+    family = diffusers_frames.family_of(transformer)
+    if family is None:
+        return None
+    return len(_layers_of_family(transformer, family)) or None
+
+
+def is_uncompiled(transformer: Any) -> bool:
+    """Return whether a transformer is compiled, and runs uncompiled since it is watched."""
+    watched = _open.get(id(transformer))
+    return watched is not None and watched.is_compiled
+
+
+def _layers_of_family(transformer: Any, family: diffusers_frames.Family) -> list[Any]:
+    return [compiled.plain(layer) for part in family.layers for layer in getattr(transformer, part)]
 
 
 def layers_of(transformer: Any) -> list[nn.Module]:
@@ -138,6 +159,8 @@ def _watched(transformer: Any, name: str | None, x: Any, layout: Any) -> Iterato
                 watched.pipeline, watched.name = pipeline, name
             watched.count += 1
     try:
+        with _lock:
+            _run_uncompiled(_open[key], _modules_of(x)[name])
         yield
     finally:
         with _lock:
@@ -156,27 +179,19 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
         if family is None:
             family = diffusers_frames.Family(locate, layers=())
         family = replace(family, locate=locate, is_told=True)
-    # Of torch.compile(model), and of model.compile()
-    is_compiled = hasattr(transformer, "_orig_mod") or any(
-        getattr(part, "_compiled_call_impl", None) for part in transformer.modules()
-    )
-    if is_compiled:
-        raise errors.ConfigError(
-            f"{title} is compiled, which hides its layers: watch it before torch.compile"
-        )
     if family is None:
         raise errors.ConfigError(
             f"{title} is not one of {', '.join(diffusers_frames.FAMILIES)}; {diffusers_frames.SAY_WHERE}"
         )
-    layers = [layer for part in family.layers for layer in getattr(transformer, part)]
+    layers = _layers_of_family(transformer, family)
     if layers:
         callers = _attention_of(family, layers)
     else:
         callers = _attention_by_names(transformer)
     early: list[nn.Module] = []
     if family.early:
-        early = list(getattr(transformer, family.early))
-    callers += [(None, getattr(block, family.attn)) for block in early]
+        early = [compiled.plain(block) for block in getattr(transformer, family.early)]
+    callers += [(None, _part(block, family.attn)) for block in early]
     # 2. Everything is undone in reverse order, also where a module is refused half-way.
     with ExitStack() as stack:
         watched = Watched(transformer, name, pipeline, family, layers, stack, layout)
@@ -189,19 +204,19 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
                 _replace_dispatch(site, module, stack)
             num_heads = getattr(module, "heads", None) or transformer.config.num_attention_heads
             wrap(module, partial(_call_attention, site, module, num_heads), stack)
-            norm = getattr(module, "norm_q", None)
+            norm = _part(module, "norm_q")
             if isinstance(norm, nn.Module):
                 wrap(norm, _call_norm, stack)
-            projection = getattr(module, "to_q", None)
+            projection = _part(module, "to_q")
             if isinstance(projection, nn.Module):
                 wrap(projection, _call_projection, stack)
-            norm = getattr(module, "norm_added_k", None)
+            norm = _part(module, "norm_added_k")
             if norm is None:
-                norm = getattr(module, "k_img_norm", None)
+                norm = _part(module, "k_img_norm")
             if site is not None and site.kind == "cross" and norm is not None:
                 wrap(norm, _call_image_norm, stack)
         for number, layer in enumerate(layers):
-            mlp = getattr(layer, family.mlp, None)
+            mlp = _part(layer, family.mlp)
             if isinstance(mlp, nn.Module):
                 wrap(mlp, partial(_call_part, "mlp_out", number), stack)
             wrap(layer, partial(_call_part, "resid_post", number), stack)
@@ -212,6 +227,23 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
             stack.callback(delattr, transformer, "cache_context")
         watched.undo = stack.pop_all()
     return watched
+
+
+def _part(module: nn.Module, name: str) -> Any:
+    """Return a part of a module, or None; not torch.compile's wrapper around it."""
+    return compiled.plain(getattr(module, name, None))
+
+
+def _run_uncompiled(watched: Watched, module: nn.Module) -> None:
+    """Set aside what torch.compile made of a transformer, until nobody watches it; say so once."""
+    is_compiled = compiled.set_aside(module, watched.undo)
+    if is_compiled and not watched.is_compiled:
+        watched.is_compiled = True
+        warnings.warn(
+            f"{type(watched.transformer).__name__} is compiled, which hides its layers: it runs uncompiled "
+            "while it is watched, equal within rounding",
+            stacklevel=2,
+        )
 
 
 class Wrapped:
@@ -247,7 +279,7 @@ Callers = list[tuple[Site | None, nn.Module]]  # attention modules; None: of blo
 def _attention_of(family: diffusers_frames.Family, layers: Sequence[nn.Module]) -> Callers:
     names = {"self": family.attn, "cross": family.cross}
     return [
-        (Site(number, kind), getattr(layer, name))  # type: ignore[arg-type]
+        (Site(number, kind), _part(layer, name))  # type: ignore[arg-type]
         for number, layer in enumerate(layers)
         for kind, name in names.items()
         if name
@@ -255,13 +287,13 @@ def _attention_of(family: diffusers_frames.Family, layers: Sequence[nn.Module]) 
 
 
 def _attention_in(model: nn.Module) -> list[Any]:
-    return [part for part in model.modules() if hasattr(part, "processor")]
+    return [part for _, part in compiled.plain_modules(model) if hasattr(part, "processor")]
 
 
 def _attention_by_names(transformer: nn.Module) -> Callers:
     """Modules with a processor in lists of blocks; a second one in a block is cross-attention."""
     numbers: dict[str, list[nn.Module]] = {}
-    for path, module in transformer.named_modules():
+    for path, module in compiled.plain_modules(transformer):
         block = re.match(r"(\w*blocks|layers)\.\d+\.", path)
         if block and hasattr(module, "processor"):
             numbers.setdefault(block[0], []).append(module)
@@ -314,6 +346,11 @@ def _call_transformer(watched: Watched, original: Callable[..., Any], *args: Any
     model = id(watched.transformer)
     if not watchers(model) and observer(model) is None:
         return original(*args, **kwargs)
+    if any(compiled.compiled_parts(watched.transformer)):
+        title = type(watched.transformer).__name__
+        raise errors.ConfigError(
+            f"{title} was compiled while it is watched: compile it before captures and edits"
+        )
     before = attention.FORWARD.get(), attention.CALLER.get(), MODEL.get()
     try:
         attention.FORWARD.set(None)
@@ -517,9 +554,7 @@ def _place_of(
     """Return how sure it is where a forward's frames lie: one experiment for each set of shapes."""
     arguments = arguments_of(watched.transformer, args, kwargs)
     shapes = {name: tuple(value.shape) for name, value in arguments.items() if isinstance(value, Tensor)}
-    processors = {
-        type(part.processor) for part in watched.transformer.modules() if hasattr(part, "processor")
-    }
+    processors = {type(part.processor) for part in _attention_in(watched.transformer)}
     key = forward.video, watched.family, frozenset(shapes.items()), frozenset(processors)
     if key not in watched.places:
         x = arguments["hidden_states"]
@@ -595,7 +630,7 @@ def loaded(
 def without_caches(model: nn.Module) -> Iterator[None]:
     """Let hooks of diffusers that keep a state, as caches do, neither act nor see calls in this context."""
     silenced = []
-    for part in model.modules():
+    for _, part in compiled.plain_modules(model):
         registry = getattr(part, "_diffusers_hook", None)
         if registry is None:
             continue

@@ -21,7 +21,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from wan import sites
+from wan import compiled, sites
 from wan.diffusers_frames import Variables, VideoTokens
 
 TRANSFORMERS = ("transformer", "transformer_2")  # names in pipelines; Wan2.2 has two experts
@@ -175,7 +175,7 @@ def _name_in(owner: Any, model: nn.Module) -> str | None:
     if owner is None or isinstance(owner, nn.Module):
         return None
     for name in TRANSFORMERS:
-        if getattr(owner, name, None) is model:
+        if compiled.plain(getattr(owner, name, None)) is model:
             return name
     return None
 

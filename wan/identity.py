@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wan import errors
+from wan import compiled, errors
 
 # Raise it when numbers of a rollout change on purpose: runs of before then count as others.
 NUMBERS = 1
@@ -228,7 +228,7 @@ def live_weights(models: Mapping[Any, nn.Module]) -> LiveWeights:
     names, samples, sums = list[str](), list[Tensor](), list[Tensor]()
     dtypes, hooks = Counter[str](), list[str]()
     for model_name, model in models.items():
-        for path, module in model.named_modules():
+        for path, module in compiled.plain_modules(model):
             place = f"{model_name}.{path}"
             hooks += [f"{place}: {hook}" for hook in hooks_of(module)]
             names += [f"{place}: {setting}" for setting in _adapter_settings(module)]

@@ -558,6 +558,8 @@ def about_of(request: Mapping[str, Any], facts: Mapping[str, Any], batch: int) -
     about = {name: facts[name] for name in ("prompt", "seed", "fingerprint", "num_frames")}
     policy = facts.get("config", {}).get("cache_policy")
     about |= model_of(facts) | {"policy": policy, "edits": facts.get("interventions")}
+    if "uncompiled" in facts:
+        about["uncompiled"] = facts["uncompiled"]
     return about | {"batch": batch, "request": dict(request)}
 
 

@@ -138,6 +138,7 @@ class Cache(Fields):
     dtype: Text | None = None  # of generation
     live_weights: Text | None = None  # a hash of those in memory (wan/identity.py), and of their hooks
     quantised: Text | None = None  # how the weights were stored, where they were dequantised
+    uncompiled: list[Text] | None = None  # transformers that are compiled, and ran uncompiled: watched
     attention: Text | None = None  # a GPU's kernel of attention
     is_logits: Flag
     quantity: Quantity | None = None  # where is_logits leaves it open
