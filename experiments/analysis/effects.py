@@ -43,8 +43,8 @@ def tracker_rows(cache: Mapping) -> list[dict[str, str]]:
 
 # --- A causal atlas: the direct effect of editing each head alone, beside what heads attend to
 
-UNIT = "/ seeds"  # effects are in units of the distance between two seeds
-S = "First-frame effect s"
+UNIT = "1: another seed"  # effects are in units of the distance between two seeds
+S = "first-frame effect s"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class HeadStudy:
 
     def maps(self) -> list[HeadMap]:
         """Effect, controls and measures as panels for figures.head_maps."""
-        of_effects = {"Direct effect": self.effect} | self.controls
+        of_effects = {"Direct effect of the edit": self.effect} | self.controls
         maps = [HeadMap(name, name, UNIT, "sequential", values) for name, values in of_effects.items()]
         for name, values in self.measures.items():
             if name == S:
@@ -75,6 +75,19 @@ class HeadStudy:
             else:
                 maps.append(HeadMap(name, name, "share", "sequential", values))
         return maps
+
+    def effect_title(self) -> str:
+        """Say which head changes x0 most when it alone is edited."""
+        layer, head = np.unravel_index(np.nanargmax(self.effect), self.effect.shape)
+        largest = self.effect[layer, head]
+        title = f"Editing one head changes x0 by up to {largest:.2g} of the way to another seed: layer "
+        return f"{title}{self.layers[layer]}, head {head}"
+
+    def measure_title(self) -> str:
+        """Say which measure of attention goes best with the effects."""
+        rhos = {name: rho.estimate for name, (rho, _) in self.correlations().items()}
+        best = max(rhos, key=lambda name: abs(rhos[name]))
+        return f"What editing one head changes goes best with its {best}: ρ = {stats.signed(rhos[best])}"
 
     def correlations(self) -> dict[str, tuple[stats.Interval, stats.Interval]]:
         """ρ of every measure with the effect, and partial ρ given layer and ‖z‖."""
@@ -102,7 +115,10 @@ def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> Hea
     prompts = np.array(cache["prompts"])
     # NaN: frames of blocks that had nothing to edit.
     per_run = np.nanmean(cache["effects"].numpy(), -1)  # [R, N, H]
-    names = {"frame_control": "On a random frame", "head_control": "On another head"}
+    names = {
+        "frame_control": "The same edit on a random frame",
+        "head_control": "The same edit on another head",
+    }
     return HeadStudy(
         view.edits_in_words(cache["interventions"]),
         cache["layers"],
@@ -128,7 +144,7 @@ def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.
     profile, context = mass.profiles(), mass.context_frames
     of_past = profile[..., list(context)]
     past = np.where(np.isnan(of_past).all(-1), np.nan, np.nansum(of_past, -1))
-    measures = {"Mass on frame 0": first_frame_mass(profile, context)[0], "Mass on the past": past}
+    measures = {"mass on frame 0": first_frame_mass(profile, context)[0], "mass on the past": past}
     if "frame_logits" not in cache:
         return measures, None
     # 2. What needs logits

@@ -26,10 +26,14 @@ def read_report(path: str | Path, finding: str) -> dict[str, Any]:
 # --- Long rollouts under cache policies
 
 PRIMARY = "right"
-CONTROLS = ("frozen", "vae", "rendered")
+CONTROLS = {  # in words
+    "frozen": "frozen first frame",
+    "vae": "rendered, through the VAE",
+    "rendered": "rendered scene",
+}
 TITLES = {
-    "right": "Colour and shape right (share)",
-    "hue_kept": "Hue histogram kept",
+    "right": "Colour and shape right",
+    "hue_kept": "Hues kept (1: all)",
     "motion": "Motion (sides per second)",
     "flicker": "Flicker (share of full scale)",
     "distance": "Distance to the first frames",
@@ -43,8 +47,11 @@ class LongRollouts:
 
     def __init__(self, findings: Mapping[str, Any]):
         self.findings = findings
-        self.labels = {label: entry["name"] for label, entry in findings["policies"].items()}
-        self.controls = [label for label in CONTROLS if label in self.labels]
+        self.labels = {
+            label: CONTROLS.get(label, entry["name"]) for label, entry in findings["policies"].items()
+        }
+        self.controls = [name for label, name in CONTROLS.items() if label in self.labels]
+        self.shown_controls = [label for label in CONTROLS if label in self.labels]
         # Windows beside head-wise policies of as many bytes belong to the family too.
         beside = [of["window"] for of in findings.get("at_equal_bytes", {}).values()]
         self.family = list(dict.fromkeys(["full", *findings["against_full"], *beside]))
@@ -65,11 +72,14 @@ class LongRollouts:
 
     def intervals(self, measure: str = PRIMARY) -> dict[str, stats.Interval]:
         """A measure of the family, a user's own policies and the controls, by short names."""
-        return {self.labels[label]: self.interval(label, measure) for label in [*self.family, *self.controls]}
+        return {
+            self.labels[label]: self.interval(label, measure)
+            for label in [*self.family, *self.shown_controls]
+        }
 
     def by_kind(self, *kinds: str) -> dict[str, dict[str, stats.Interval]]:
         """The primary measure over all scenes, and over each kind of scene, by short names."""
-        labels, policies = [*self.family, *self.controls], self.findings["policies"]
+        labels, policies = [*self.family, *self.shown_controls], self.findings["policies"]
         return {"all scenes": self.intervals()} | {
             kind: {self.labels[label]: _interval(policies[label]["by_kind"][kind]) for label in labels}
             for kind in kinds
@@ -110,13 +120,34 @@ class LongRollouts:
             costs[self.labels[label]] = (cost["cache_bytes"] / 1e6, late, self.interval(label).estimate)
         return costs
 
+    def cost_title(self) -> str:
+        """Say what the best policy and the largest cache cost, and how often each is right."""
+        costs = self.costs()
+        best = max(costs, key=lambda name: costs[name][2])
+        largest = max(costs, key=lambda name: costs[name][0])
+        form = "{} needs {:.0f} MB of keys and values and is right in {} of seconds"
+        lines = [form.format(name, costs[name][0], stats.percent(costs[name][2])) for name in (best, largest)]
+        return "; ".join(dict.fromkeys(lines))
+
+    def motion_title(self) -> str:
+        """Say that what stands still scores well, and which policy moves least."""
+        motion = {name: value.estimate for name, value in self.intervals("motion").items()}
+        right = self.intervals()
+        still = min(motion, key=motion.__getitem__)
+        right_still = stats.percent(right[still].estimate)
+        title = f"{still.capitalize()}: right in {right_still} of seconds at a motion of "
+        title += f"{motion[still]:.2f} sides per second"
+        policies = [name for name in motion if name not in self.controls]
+        least = min(policies, key=motion.__getitem__)
+        return f"{title}; of the policies {least} moves least ({motion[least]:.2f})"
+
     def rows(self) -> list[dict[str, Any]]:
         """A row a policy: the primary measure, its parts, and the paired difference to full with its p.
 
         right counts seconds in which nothing is in sight as wrong; right | visible leaves them out.
         """
         rows = []
-        for label in [*self.family, *self.controls]:
+        for label in [*self.family, *self.shown_controls]:
             row = {"policy": self.labels[label]}
             row |= {name: str(self.interval(label, name)) for name in (PRIMARY, "visible", "motion")}
             # right seconds are among the visible ones: a ratio of means over videos
@@ -150,23 +181,28 @@ class LongRollouts:
         return rows
 
 
-def read_strips(path: str | Path, results: str | Path) -> tuple[dict[str, np.ndarray], list[int], str]:
-    """Read frames side by side by policy, uint8 [side, n · side, 3], their seconds, and a subtitle.
+def read_strips(path: str | Path, results: str | Path) -> tuple[dict[str, np.ndarray], list[int], str, str]:
+    """Read frames side by side by policy, uint8 [side, n · side, 3], their seconds, a title and a subtitle.
 
     A row's name has the policy's mean over all videos of the results, and the share of this video.
     """
     report, runs = read_report(path, "long_rollouts"), LongRollouts.open(results)
-    rows = {}
+    rows, means = {}, {}
     for label, row in report["rows"].items():
-        name = f"{runs.labels[label]}\n{runs.interval(label).estimate:.0%}, here {row['right']:.0%}"
+        share = runs.interval(label).estimate
+        if label not in CONTROLS:
+            means[runs.labels[label]] = share
+        name = f"{runs.labels[label]}\n{stats.percent(share)} ({stats.percent(row['right'])})"
         picture = Image.open(io.BytesIO(base64.b64decode(row["png"])))
         # [side, n · side, 3] uint8, a PNG of 32 colours
         rows[name] = np.asarray(picture.convert("RGB"))
-    about = (
-        f"{report['prompt']}, seed {report['seed']}\n{report['model']}; %: seconds 5 to 60 with colour and "
-    )
-    about += f"shape right, mean over {runs.findings['prompts']} prompts × {runs.findings['seeds']} seeds"
-    return rows, report["seconds"], about + ", and this video"
+    best, worst = (choose(means, key=means.__getitem__) for choose in (max, min))
+    title = f"The shape stays right in {stats.percent(means[best])} of seconds 5 to 60 with {best}, in "
+    title += f"{stats.percent(means[worst])} with {worst}"
+    runs_of = f"mean over {runs.findings['prompts']} prompts × {runs.findings['seeds']} seeds"
+    about = f"{report['model']}, “{report['prompt']}”, seed {report['seed']}; %: seconds 5 to 60 in which a "
+    about += f"tracker finds colour and shape right, {runs_of}, in brackets of this video"
+    return rows, report["seconds"], title, about
 
 
 def read_effects(path: str | Path) -> tuple[dict[str, dict[int, stats.Interval]], dict[int, float], str]:
@@ -176,10 +212,10 @@ def read_effects(path: str | Path) -> tuple[dict[str, dict[int, stats.Interval]]
     for row in report["rows"]:
         effects.setdefault(row["policy"], {})[row["num_frames"]] = _interval(row["effect"])
     whole = [row for row in report["rows"] if row["policy"] == "full" and row["largest_placebo"] is not None]
-    weights, prompts = report["weights_sha256"][:9], report["prompts"]
-    subtitle = f"pass 0 (t = 1000), mean of all heads, weights {weights}, {prompts} prompts"
+    prompts = report["prompts"]
+    subtitle = f"pass 0 (t = 1000), mean of all heads, {prompts} prompts; bands: bootstrap over prompts"
     if prompts < stats.ENOUGH_PROMPTS:
-        subtitle += f"\nbands: bootstrap over prompts, of which a 95 % interval needs {stats.ENOUGH_PROMPTS}"
+        subtitle += f", too narrow for fewer than {stats.ENOUGH_PROMPTS}"
     return effects, {row["num_frames"]: row["largest_placebo"] for row in whole}, subtitle
 
 
@@ -191,44 +227,67 @@ def _interval(values: Sequence[float | None]) -> stats.Interval:
 
 ALL, EACH = "all", "each"  # miniatures together, with an interval over them and captions, and their means
 CEILINGS = "rendered", "VAE"
-HEADS = {  # sets of presence_and_identity.json -> in words
-    "nobody": "none",
-    "P": "presence heads",
-    "I": "identity heads",
-    "random of P": "presence layers, others",
-    "random of I": "identity layers, others",
-    "all": "all 96",
+HEADS = {  # sets of presence_and_identity.json -> in words; P and I were chosen on other captions
+    "nobody": "no head",
+    "P": "8 presence heads",
+    "random of P": "8 beside presence heads",
+    "I": "8 identity heads",
+    "random of I": "8 beside identity heads",
+    "all": "all 96 heads",
 }
-HIDDEN = {  # title -> captions by their colour, edit, question
-    "A shape comes back": ("not named", "knockout", "comes_back"),
-    "Of those, in its colour": ("not named", "knockout", "right"),
+CHOSEN = (HEADS["P"], HEADS["I"])
+SETS_NOTE = "presence heads: those without whose past fewest shapes return; identity heads: those that read"
+SETS_NOTE += " the colour most, both chosen on other captions; beside: others of the same layers"
+HIDDEN = {  # question -> captions by their colour, edit, answer
+    "Does a shape come back?": ("not named", "knockout", "comes_back"),
+    "If one does, is it in its colour?": ("not named", "knockout", "right"),
 }
 
 
 def presence_panels(
     report: Mapping[str, Any],
     asked: Mapping[str, tuple[str, str, str]] = HIDDEN,
-    heads: Sequence[str] = ("nobody", "random of P", "all", "P"),
-) -> tuple:
-    """Return panels, counts and subtitle, for figures.knockout_shares, of presence_and_identity.json."""
-    panels, counts = {}, {}
-    for title, (captions, edit, question) in asked.items():
-        shares = {HEADS[of]: report["shares"][captions][f"{edit}, {of}"] for of in heads}
-        panels[title] = {
-            label: (*row[question]["all"], row[question]["each"]) for label, row in shares.items()
-        }
-        counts = {label: row["returns"] for label, row in shares.items()}
-    trainings = len(report["trainings"])
-    seeds = next(iter(report["trainings"].values()))["seeds"]
-    videos = [row["videos"] for row in (report["shares"][c]["knockout, nobody"] for c, *_ in asked.values())]
-    about = f"wan-mini, {videos[0] // seeds // trainings} captions"
-    if {captions for captions, *_ in asked.values()} == {"not named"}:
+    heads: Sequence[str] = ("nobody", "P", "random of P", "all"),
+) -> dict[str, dict[str, tuple]]:
+    """Return panels for figures.knockout_shares of presence_and_identity.json: question -> set -> share."""
+    panels = {}
+    for question, (captions, edit, answer) in asked.items():
+        rows = {HEADS[of]: report["shares"][captions][f"{edit}, {of}"][answer] for of in heads}
+        panels[question] = {label: (*row["all"], row["each"]) for label, row in rows.items()}
+    return panels
+
+
+def hidden_shapes(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what figures.knockout_shares takes to draw which heads bring a hidden shape back."""
+    panels = presence_panels(report)
+    shares = report["shares"]["not named"]
+    counts = {HEADS[of]: shares[f"knockout, {of}"]["returns"] for of in ("nobody", "P", "random of P", "all")}
+    without, others = (next(iter(panels.values()))[HEADS[of]][0] for of in ("P", "random of P"))
+    title = f"Without the past of 8 presence heads {stats.percent(without)} of hidden shapes come back"
+    title += f"; without that of 8 others of their layers {stats.percent(others)}"
+    return {
+        "panels": panels,
+        "counts": counts,
+        "title": title,
+        "subtitle": presence_runs(report, "not named"),
+        "note": f"{SETS_NOTE}; n: videos in which a shape comes back",
+        "chosen": CHOSEN,
+    }
+
+
+def presence_runs(report: Mapping[str, Any], captions: str) -> str:
+    """Say of which runs presence_and_identity.json is, of captions by their colour."""
+    trainings = report["trainings"]
+    seeds = next(iter(trainings.values()))["seeds"]
+    count = report["shares"][captions]["knockout, nobody"]["videos"] // seeds // len(trainings)
+    about = f"wan-mini, {count} captions"
+    if captions == "not named":
         about += " that do not name the colour"
-    return panels, counts, f"{about} × {seeds} seeds, {trainings} trainings"
+    return f"{about} × {seeds} seeds, {len(trainings)} trainings"
 
 
 def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
-    """Return panels, ceilings and subtitle, for figures.budget_curves, of a window and sink of other heads.
+    """Return panels, subtitle and note, for figures.budget_shares, of a window and sink of other heads.
 
     panels: rule -> miniature, or all -> budget -> (share,), of all with its interval.
     """
@@ -247,13 +306,15 @@ def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
         for name, row in rows.items():
             if row[0] is not None:
                 panels.setdefault(rule, {}).setdefault(name, {})[int(size[0])] = row
-    ceilings = {name: report["shares"][name]["same"][ALL][0] for name in (*CEILINGS, "base")}
     others = f"{window} frames"
     if sink > 0:
-        others += f", {sink} of them a sink"
+        others += f", among them the first {sink}"
     runs = f"{len(report['miniatures'])} trainings, {len(report['captions'])} captions"
-    about = f"{report['model']}, {runs}; chosen heads keep the whole past, others {others}"
-    return panels, ceilings, about
+    about = f"{report['model']}, {runs}; chosen heads keep all past frames, others {others}"
+    # The judge's answers of videos that no model made, and of the base model, bound what a share can be.
+    bounds = {name: stats.percent(report["shares"][name]["same"][ALL][0]) for name in (*CEILINGS, "base")}
+    note = "of the same judge: rendered videos {rendered}, these through the VAE {VAE}, whole past {base}"
+    return panels, about, note.format(**bounds)
 
 
 # --- Attribution patching against exact patching (experiments/findings/attribution)

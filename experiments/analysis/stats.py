@@ -22,6 +22,17 @@ ENOUGH_PROMPTS = 16  # below, a bootstrap over prompts says little
 ROUNDING, RESOLUTION = 1e-13, 1e-6
 
 
+def percent(share: float) -> str:
+    """Return a share in words that no line breaks apart: 0.864 -> "86 %"."""
+    return f"{round(100 * share)}\N{NO-BREAK SPACE}%"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """Return a number in words, with a minus as long as a plus: -0.5 -> "−0.50"."""
+    rounded_value = round(float(value), digits) + 0.0  # no minus before 0
+    return f"{rounded_value:.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
 class Interval(NamedTuple):
     """An estimate and its percentile interval of 95 %."""
 

@@ -19,9 +19,17 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 import experiments.figures.style as st
 from experiments.analysis.panels import HeadMap, LabelMap
+from experiments.analysis.stats import percent, signed, spearman
 
 COLORS = {"anchor": st.BLUE, "wave": st.ORANGE, "veil": st.GREEN, "static": st.PURPLE, "dynamic": st.YELLOW}
-SHARED = ("logits", "/ seeds", "share of x0")  # units whose panels are to be compared
+MEANING = {  # of kinds of heads, by published rules (experiments/analysis/taxonomy.py)
+    "anchor": "nearly all logits of past frames are above 0",
+    "wave": "some are",
+    "veil": "almost none is",
+    "static": "its mass is on the newest frames",
+    "dynamic": "its mass reaches further back",
+}
+SHARED = ("logits", "1: another seed", "share of x0")  # units whose panels are to be compared
 
 
 # --- Maps layers × heads
@@ -31,7 +39,7 @@ SHARED = ("logits", "/ seeds", "share of x0")  # units whose panels are to be co
 def head_maps(
     maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title="Measures of every head"
 ) -> Figure:
-    """Draw a panel per measure, scales from the 2nd to 98th percentile, shared by logits and by effects."""
+    """Draw a panel per measure, scales from the 5th to 95th percentile, shared by logits and by effects."""
     shown: list[tuple[HeadMap, np.ndarray]] = []
     missing: list[tuple[str, str]] = []
     for panel in maps:
@@ -48,31 +56,33 @@ def head_maps(
         height = 1.0
     figure, axes = st.panels(len(shown), columns, (3.0, height))
     # 2. Units that are compared share a scale; a share of 1 has its own ends
+    legend: dict[str, Artist] = {}
     for axis, (panel, values) in zip(axes, shown, strict=True):
         compared = [values]
         if panel.unit in SHARED:
             compared = [v for other, v in shown if (other.scale, other.unit) == (panel.scale, panel.unit)]
-        name = panel.title if panel.unit in panel.title else f"{panel.title} ({panel.unit})"
-        image = _map(
-            axis, values, layers, f"{name}\n{panel.queries}", **_scale(panel.scale, np.stack(compared))
-        )
-        st.color_bar(figure, image, axis, values=values)
-    if any(np.isnan(values).any() for _, values in shown):
-        title += "; grey: N/A"
+        colors = _scale(panel.scale, np.stack(compared))
+        image = _map(axis, values, layers, f"{capitalized(panel.title)}\n{panel.queries}", **colors)
+        st.color_bar(figure, image, axis, panel.unit, values)
+        if np.isnan(values).any():
+            legend["absent"] = Patch(facecolor=st.GREY, label="no value")
     note = st.missing_note(missing)
-    st.label_figure(figure, axes, title, subtitle, "Layer", note=note, x="Head")
+    st.label_figure(figure, axes, title, subtitle, "Layer", legend, "Head", note)
     return figure
 
 
 @st.styled
-def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str) -> Figure:
-    """Draw a panel per map of labels; a dot marks a head whose label differs from the one beside it."""
+def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str, title="") -> Figure:
+    """Draw a panel per map of labels; a dot marks a head whose label is another in what it is compared with.
+
+    Maps without labels are left out. The title counts the labels of the first map, unless one is given.
+    """
     shown = [(panel, panel.labels) for panel in maps if panel.labels is not None]
     figure, axes = st.panels(len(shown), min(4, max(1, len(shown))), (2.4, _height(len(layers)) + 0.4))
     legend: dict[str, Artist] = {}
     for axis, (panel, labels) in zip(axes, shown, strict=True):
         names = list(panel.names.values())
-        legend |= {name: Patch(facecolor=COLORS[name], label=name) for name in names}
+        legend |= {name: Patch(facecolor=COLORS[name], label=f"{name}: {MEANING[name]}") for name in names}
         # Labels are any integers: colours count them in the order of the names
         values = np.full(labels.shape, np.nan)
         for i, label in enumerate(panel.names):
@@ -81,19 +91,28 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
         _map(axis, values, layers, f"{panel.title}\n{panel.queries}", vmax=len(names) - 0.5, **colors)
         if panel.differs is not None:
             rows, columns = np.nonzero(panel.differs)
-            (dots,) = axis.plot(columns, rows, "o", color="black", markersize=2, label="label differs")
+            (dots,) = axis.plot(
+                columns, rows, "o", color="black", markersize=2, label="of another kind there"
+            )
             legend["differs"] = dots
-    note = st.missing_note((panel.title, panel.missing_reason) for panel in maps if panel.labels is None)
-    title = "Kinds of heads, by layer and head"
-    st.label_figure(figure, axes, title, subtitle, "Layer", legend, "Head", note)
+    if not title and shown:
+        panel, labels = shown[0]
+        counts = [f"{(labels == label).sum()} {name}" for label, name in panel.names.items()]
+        title = f"Kinds of {labels.size} heads: {', '.join(counts)}"
+    reasons = [panel.missing_reason for panel in maps if panel.labels is None and panel.missing_reason]
+    note = reasons[0] if reasons and not shown else ""
+    st.label_figure(figure, axes, title or "Kinds of heads", subtitle, "Layer", legend, "Head", note)
     return figure
 
 
 @st.styled
 def correlation_map(correlation: np.ndarray, layers: Sequence[int], quantity: str) -> Figure:
     """Draw correlations [layers, heads] from -1 to 1."""
-    title = f"{quantity} of two atlases: correlation of each head"
-    names = ("Layer", "Head", "correlation")
+    known = correlation[np.isfinite(correlation)]
+    title = f"{quantity}: how alike each head is in two atlases"
+    if known.size:
+        title += f", r = {signed(float(known.mean()))} on average, at least {signed(float(known.min()))}"
+    names = ("Layer", "Head", "correlation r")
     return st.one_heat_map(correlation, title, "", names, layers, cmap="RdBu_r", vmin=-1, vmax=1)
 
 
@@ -104,8 +123,9 @@ def attribution_maps(maps: Mapping[str, np.ndarray], layers: Sequence[int], *, s
     for axis, (site, values) in zip(axes, maps.items(), strict=True):
         limit = float(np.nanmax(np.abs(values))) or 1.0
         image = _map(axis, values, layers, site, cmap="RdBu_r", vmin=-limit, vmax=limit)
-        st.color_bar(figure, image, axis, values=values)
-    st.label_figure(figure, axes, "Attribution: (source − own) · gradient", subtitle, "Layer", x="Head")
+        st.color_bar(figure, image, axis, "score", values)
+    title = "Estimated effect of taking each activation from the other run: (source − own) · gradient"
+    st.label_figure(figure, axes, title, subtitle, "Layer", x="Head")
     return figure
 
 
@@ -127,7 +147,7 @@ def _scale(kind: str, values: np.ndarray) -> dict[str, Any]:
         return {"cmap": "viridis", "vmin": 0.0, "vmax": 1.0}
     if kind == "ratio":
         return {"cmap": "RdBu_r", "vmin": 0.0, "vmax": 2.0}
-    low, high = np.nanpercentile(values, [2, 98])
+    low, high = np.nanpercentile(values, [5, 95])  # a few heads would leave all others pale
     if kind == "diverging":
         limit = max(abs(low), abs(high), 1e-9)
         return {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
@@ -141,14 +161,54 @@ def _scale(kind: str, values: np.ndarray) -> dict[str, Any]:
 def attribution_against(compared: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
     """Draw a panel per comparison of scores and effects [pairs, N, H]: a dot per head, the mean of pairs."""
     figure, axes = st.panels(len(compared), 3, (2.9, 2.6))
+    agreements = {}
     for axis, (name, (score, effect)) in zip(axes, compared.items(), strict=True):
         dots = np.full(score.shape[1:], "o")
         layers = _scatter_heads(axis, score.mean(0), effect.mean(0), 12, dots)
         axis.axline((0, 0), slope=1, color="0.6", linewidth=0.8, zorder=0)
-        axis.set_title(f"{name}\n{len(score)} pairs", fontsize=st.SMALL)
+        of_pairs = [spearman(a.ravel(), b.ravel()) for a, b in zip(score, effect, strict=True)]
+        agreements[name] = float(np.mean(of_pairs))
+        axis.set_title(f"{name}\nρ = {agreements[name]:.2f}", fontsize=st.SMALL)
     _layer_bar(figure, layers, axes)
-    st.label_figure(figure, axes, "Attribution against patching", "", "Patch: share of the way", x="Score")
+    best, worst = (choose(agreements, key=agreements.__getitem__) for choose in (max, min))
+    title = f"Estimates rank heads as exact patches do by ρ = {agreements[best]:.2f} ({best}) down to "
+    title += f"{agreements[worst]:.2f} ({worst})"
+    pairs = len(next(iter(compared.values()))[0])
+    about = f"a dot is a head, the mean of {pairs} pairs of captions; ρ is the mean over pairs; line: equal"
+    x, y = "Estimated effect (share of the way)", "Exact effect: share of the way to the other caption's x0"
+    st.label_figure(figure, axes, title, about, y, x=x)
     return figure
+
+
+@st.styled
+def preference_dots(
+    older: HeadMap, newer: Sequence[HeadMap], *, border: float, title: str, subtitle=""
+) -> Figure:
+    """Draw a panel per newer measure of the preference for frame 0 over an older one, a dot a head [N, H].
+
+    Lines stand at the border above which a head is said to prefer frame 0.
+    """
+    assert older.values is not None
+    shown = [(panel, panel.values) for panel in newer if panel.values is not None]
+    figure, axes = st.panels(len(shown), 3, (2.9, 2.6))
+    for axis, (panel, values) in zip(axes, shown, strict=True):
+        layers = _scatter_heads(axis, older.values, values, 14, np.full(values.shape, "o"))
+        for draw_line in (axis.axhline, axis.axvline):
+            draw_line(border, color="0.4", linewidth=0.8, linestyle=":")
+        if panel.unit == older.unit:
+            axis.axline((0, 0), slope=1, color="0.6", linewidth=0.8, zorder=0)
+        axis.set_ylabel(f"{capitalized(panel.title)} ({panel.unit})")
+    if shown:
+        _layer_bar(figure, layers, axes)
+    note = st.missing_note((panel.title, panel.missing_reason) for panel in newer if panel.values is None)
+    x = f"{capitalized(older.title)} ({older.unit})"
+    st.label_figure(figure, axes, title, subtitle, x=x, note=note)
+    return figure
+
+
+def capitalized(text: str) -> str:
+    """Return text with its first letter large, the rest as it is."""
+    return text[:1].upper() + text[1:]
 
 
 @st.styled
@@ -157,6 +217,7 @@ def effect_against(
     measures: Mapping[str, np.ndarray],
     notes: Mapping[str, str],
     *,
+    title: str,
     subtitle: str,
     kinds: np.ndarray | None = None,
     floor=float("nan"),
@@ -174,11 +235,12 @@ def effect_against(
         layers = _scatter_heads(axis, values, positive, 16, markers)
         if np.nanmin(positive) / 10 < floor < np.nanmax(positive):
             axis.axhline(floor, color="0.4", linewidth=0.8, linestyle=":")
-        axis.set_xlabel(name)
+        axis.set_xlabel(capitalized(name))
         axis.set_title(notes.get(name, ""), fontsize=st.SMALL)
     _scale_by_logarithm(axes[0])  # of all: they share the axis
     _layer_bar(figure, layers, axes)
-    st.label_figure(figure, [], "Direct effect of every head", subtitle, "Direct effect (/ seeds)", legend)
+    y, note = "Direct effect on x0 (1: another seed)", "a dot is a head; partial ρ: given layer and size of z"
+    st.label_figure(figure, [], title, subtitle, y, legend, note=note)
     return figure
 
 
@@ -206,10 +268,11 @@ def _layer_bar(figure: Figure, layers: ScalarMappable, axes: Sequence[Axes]) -> 
 
 
 @st.styled
-def placebo_strips(
-    effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, subtitle=""
-) -> Figure:
-    """Draw a strip a head of effects [heads] and placebos [heads, frames], and the mean by frame below."""
+def placebo_strips(effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], subtitle="") -> Figure:
+    """Draw a strip a head of effects [heads] and placebos [heads, frames], and the mean by frame below.
+
+    A placebo is the same fit for another key frame.
+    """
     # Column 0 holds the effect, the columns of placebo frames theirs, others stay NaN
     columns = np.concatenate([[0], frames])
     values = np.full((len(effect), columns[-1] + 1), np.nan)
@@ -218,31 +281,36 @@ def placebo_strips(
     # Heads by their effect, the largest on top
     order = np.argsort(-effect, kind="stable")
     image = st.heat_map(strips, values[order], **st.color_scale(values, "mean_logit", 98))
-    strips.set(ylabel="Heads, by their effect of frame 0")
-    st.color_bar(figure, image, strips, "logits", values)
+    strips.set(ylabel="Heads, sorted by frame 0")
+    st.color_bar(figure, image, strips, "Effect of a key frame (logits)", values)
     mean = _quiet_mean(values)
     means.bar(columns[1:], mean[columns[1:]], color=st.BLUE, width=0.8, label="placebo: another key frame")
     means.bar([0], mean[:1], color=st.ORANGE, width=0.8, linewidth=0, label="frame 0")
     means.axhline(0, color="0.4", linewidth=0.8)
-    means.set_ylabel("Mean (logits)")
+    means.set_ylabel("Mean over heads (logits)")
     st.label_places(means.xaxis, range(columns[-1] + 1))
     _mark_absent(means, columns, mean[columns])
     strips.tick_params(labelbottom=False)
+    largest = float(np.nanmax(np.abs(mean[columns[1:]])))
+    title = (
+        f"Frame 0 gets {signed(mean[0])} logits more than its distance explains; other early key frames, the "
+    )
+    title += f"placebos, at most {largest:.2f} in size"
     st.label_figure(figure, [means], title, subtitle, legend=st.handles(means))
     return figure
 
 
 @st.styled
-def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, title: str, subtitle="") -> Figure:
-    """Draw the mean and middle half over heads of excesses [heads, F] and contrasts [heads, first]."""
+def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, subtitle="") -> Figure:
+    """Draw means over heads of excesses [heads, F] and contrasts [heads, first], with 95 % intervals."""
     figure, (left, right) = st.panels(2, 2, (4.5, 2.4))
-    half = {"errorbar": ("pi", 50), "legend": False}
+    of_mean = {"errorbar": ("se", 1.96), "legend": False}
     # Left: by distance
     heads, distances = np.nonzero(np.isfinite(excess))
     band = {"color": st.BLUE, "linewidth": 1.5, "err_kws": {"alpha": 0.25, "linewidth": 0}}
-    st.seaborn().lineplot(x=distances, y=excess[heads, distances], ax=left, **band, **half)
-    left.set(xlabel="Distance (latent frames)", ylabel="Excess of frame 0 (logits)")
-    left.set_title("Against other frames at equal distance")
+    st.seaborn().lineplot(x=distances, y=excess[heads, distances], ax=left, **band, **of_mean)
+    left.set(xlabel="Distance to the query (latent frames)", ylabel="Frame 0 − others (logits)")
+    left.set_title("Frame 0 against other frames at equal distance")
     distances = np.unique(distances)
     st.label_places(left.xaxis, distances, places=distances)
     # Right: by key frame
@@ -254,22 +322,24 @@ def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, title: st
         "linewidth": 0,
         "err_kws": {"color": "0.3", "linewidth": 0.9},
     }
-    st.seaborn().barplot(x=frames, y=contrasts[heads, frames], ax=right, **bars, **half)
-    right.set(xlabel="Key frame (latent)", ylabel="Contrast c(j) (logits)")
-    right.set_title("Key frames against the line through 3–11")
+    st.seaborn().barplot(x=frames, y=contrasts[heads, frames], ax=right, **bars, **of_mean)
+    right.set(xlabel="Key frame (latent)", ylabel="Above the line (logits)")
+    right.set_title("Key frames above the line through 3–11")
     st.label_places(right.xaxis, range(contrasts.shape[1]))
-    _mark_absent(right, np.arange(contrasts.shape[1]), _quiet_mean(contrasts))
+    mean = _quiet_mean(contrasts)
+    _mark_absent(right, np.arange(contrasts.shape[1]), mean)
     for axis in (left, right):
         axis.axhline(0, color="0.4", linewidth=0.8)
-    about = "mean over heads, half of the heads within the band"
-    if subtitle:
-        about = f"{subtitle}; {about}"
-    st.label_figure(figure, [], title, about, legend=st.handles(right))
+    title = f"Frame 0 is {signed(mean[0])} logits above what the frames after it lead to expect"
+    if len(mean) > 1:
+        title += f", frame 1 {signed(mean[1])}"
+    note = "mean over heads, all query frames; bands and lines: 95 % interval of the mean"
+    st.label_figure(figure, [], title, subtitle, legend=st.handles(right), note=note)
     return figure
 
 
 @st.styled
-def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, subtitle="") -> Figure:
+def effect_by_pass(effects: Mapping[str, np.ndarray], subtitle="") -> Figure:
     """Draw first-frame effects [heads] of every pass, by its name: a line a head, and their mean."""
     values = np.stack([of_pass.ravel() for of_pass in effects.values()])
     figure, (axis,) = st.panels(1, 1, (max(4.0, 0.9 * len(values) + 1.5), 2.6))
@@ -282,7 +352,38 @@ def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, subtitle="") -
     room = 0.9 * (figure.get_figwidth() - 0.5) / max(1, len(values))
     st.label_places(axis.xaxis, [st.wrapped(name, st.SMALL, room) for name in effects])
     axis.set(ylabel="First-frame effect s (logits)", xlim=(-0.4, len(values) - 0.6))
-    st.label_figure(figure, [], title, subtitle, legend=st.handles(axis))
+    means = [f"{signed(float(np.nanmean(of_pass)))} in {name}" for name, of_pass in effects.items()]
+    title = f"Mean first-frame effect over heads: {means[0]}, {means[-1]}"
+    st.label_figure(figure, [], title, subtitle, legend=st.handles(axis), note="grey: a line a head")
+    return figure
+
+
+@st.styled
+def effect_by_model(effects: Mapping[str, np.ndarray], subtitle="") -> Figure:
+    """Draw a row a model of first-frame effects [layers, heads]: a dot a head, a bar at their mean."""
+    figure, (axis,) = st.panels(1, 1, (7.0, 0.7 + 0.3 * len(effects)))
+    means = {name: float(np.nanmean(values)) for name, values in effects.items()}
+    for row, (name, values) in enumerate(effects.items()):
+        # Dots lie beside each other: multiples of the golden ratio are spread evenly
+        ordered = np.sort(values[np.isfinite(values)])
+        beside = row + 0.5 * (np.arange(len(ordered)) * 0.618 % 1 - 0.5)
+        axis.plot(ordered, beside, "o", color=st.BLUE, alpha=0.35, markersize=2.5, linewidth=0)
+        axis.plot([means[name]] * 2, [row - 0.38, row + 0.38], color=st.DARK, linewidth=2)
+    axis.axvline(0, color="0.4", linewidth=0.8, linestyle=":")
+    names = [f"{st.wrapped(name, st.SMALL, 1.6)}" for name in effects]
+    axis.set_yticks(range(len(effects)), names)
+    axis.set_ylim(len(effects) - 0.4, -0.6)
+    low, high = (choose(means, key=means.__getitem__) for choose in (min, max))
+    title = f"Mean first-frame effect of all heads: {signed(means[low])} logits in {low}, "
+    title += f"{signed(means[high])} in {high}"
+    legend = {
+        "head": Line2D(
+            [], [], color=st.BLUE, alpha=0.5, marker="o", markersize=3, linestyle="", label="a head"
+        ),
+        "mean": Line2D([], [], color=st.DARK, linewidth=2, label="mean over heads"),
+    }
+    x = "First-frame effect s (logits): above 0 a head prefers frame 0"
+    st.label_figure(figure, [axis], title, subtitle, legend=legend, x=x)
     return figure
 
 
@@ -302,11 +403,12 @@ def _quiet_mean(values: np.ndarray) -> np.ndarray:
 
 # --- Interventions
 
-DASHES = {
-    "direct": ("-", st.BLUE),
-    "own block": ("-.", st.ORANGE),
-    "total": ("--", st.GREEN),
-    "floor": (":", st.DARK),
+# name of an effect -> what was edited, line, colour (docs/interventions.md)
+EFFECTS = {
+    "direct": ("only this block is edited, its past is not", "-", st.BLUE),
+    "own block": ("only the first block is edited", "-.", st.GREEN),
+    "total": ("every block is edited", "--", st.PURPLE),
+    "floor": ("nothing but rounding", ":", st.DARK),
 }
 FAR_BELOW = 100  # times smaller than the smallest effect: a floor that is only named
 
@@ -320,19 +422,22 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     effects = [values for name, values in positive.items() if name != "floor" and np.isfinite(values).any()]
     least = min((np.nanmin(values) for values in effects), default=0)
     for name, values in positive.items():
-        line, color = DASHES.get(name, ("-", st.PURPLE))
-        label = name
+        label, line, color = EFFECTS.get(name, (name, "-", st.RED))
         # A floor far below all effects would squeeze them: its size goes into the legend
         largest = np.nanmax(values, initial=0)
         if name == "floor" and largest < least / FAR_BELOW:
-            label, values = f"floor, at most {largest:.2g}", np.empty(0)
+            label, values = f"{label}: at most {largest:.2g}", np.empty(0)
         axis.plot(values, line, color=color, marker="o", markersize=3, linewidth=1.4, label=label)
-    axis.axhline(1, color="0.4", linewidth=0.8, label="as far away as another seed")
+    axis.axhline(1, color="0.4", linewidth=0.8, label="another seed")
     _scale_by_logarithm(axis)
     F = max(len(values) for values in changes.values())
-    axis.set(ylabel="/ distance between seeds", xlim=(-0.6, F - 0.4))
+    axis.set(ylabel="Change of x0 (1: another seed)", xlim=(-0.6, F - 0.4))
     st.label_places(axis.xaxis, range(F))
-    title = "Change of the generated frames (x0) by the edit"
+    title = "The edit changes no frame"
+    total = positive.get("total", np.full(F, np.nan))
+    if np.isfinite(total).any():
+        frame = int(np.nanargmax(total))
+        title = f"The edit changes frame {frame} most, by {total[frame]:.2g} of the way to another seed"
     st.label_figure(figure, [axis], title, subtitle, "", st.handles(axis), "Latent frame")
     return figure
 
@@ -351,77 +456,102 @@ def knockout_shares(
     panels: Mapping[str, Mapping[str, Sequence[Any]]],
     counts: Mapping[str, int],
     subtitle: str,
-    title: str = "Which heads bring a hidden shape back",
-    y: str = "Heads without a past",
-    note: str = "right: videos in which a shape comes back",
+    title: str,
+    y: str = "Heads whose past is taken away",
+    note: str = "",
+    chosen: Sequence[str] = (),
 ) -> Figure:
-    """Draw a panel an outcome, a row a condition: the share with its interval, and a small dot a training.
+    """Draw a panel a question, a row a set of heads: the share with its interval, a small dot a training.
 
-    panels: title -> condition -> (share, low, high, shares of trainings, None where there is none). counts:
-    videos that the last panel's shares are of.
+    panels: question -> set -> (share, low, high, shares of trainings, None where there is none). counts:
+    videos that the last panel's shares are of. chosen: the sets in colour, the others are grey.
     """
-    columns, row_height = 2, 0.3
-    if st.is_narrow():  # names of conditions are long
-        columns, row_height = 1, 0.25
-    height = 0.5 + row_height * max(map(len, panels.values()))
-    figure, axes = st.panels(len(panels), columns, (3.2, height), sharey=True)
-    for axis, (name, conditions) in zip(axes, panels.items(), strict=True):
-        if st.is_narrow():
-            name = st.wrapped(name, st.LABEL, 1.3)
-        rows = range(len(conditions))
-        st.mark_intervals(axis, rows, list(conditions.values()), size=6)
-        for row, (*_, trainings) in enumerate(conditions.values()):
-            shares = [share for share in trainings if share is not None]
-            strip = {"orient": "h", "native_scale": True, "jitter": False, "size": 3, "color": "0.55"}
-            st.seaborn().stripplot(x=shares, y=np.full(len(shares), row + 0.26), ax=axis, **strip)
-        axis.set(title=name, xlim=(-0.03, 1.03), ylim=(len(rows) - 0.4, -0.5))
-        axis.set_yticks(rows, list(conditions))
-    ends = axes[-1].secondary_yaxis("right")
-    ends.set_yticks(range(len(counts)), [f"of {count}" for count in counts.values()])
-    ends.tick_params(length=0)
-    note = f"blue: all trainings, 95 % interval; grey: each training; {note}"
+    columns, row_height = 2, 0.34
+    if st.is_narrow():  # names of sets are long
+        columns = 1
+    height = 0.55 + row_height * max(map(len, panels.values()))
+    figure, axes = st.panels(len(panels), columns, (3.4, height), sharey=True)
+    for axis, (question, rows) in zip(axes, panels.items(), strict=True):
+        _draw_shares(axis, rows, chosen)
+        if st.is_narrow():  # names of sets take half of the width
+            question = st.wrapped(question.replace("\n", " "), st.LABEL, 1.4)
+        axis.set_title(question)
+    if counts:
+        ends = axes[-1].secondary_yaxis("right")
+        ends.set_yticks(range(len(counts)), [f"n = {count}" for count in counts.values()])
+        ends.tick_params(length=0)
+    note = "; ".join(part for part in (SHARES_NOTE, note) if part)
     st.label_figure(figure, axes, title, subtitle, y, x="Share of videos", note=note)
     return figure
 
 
-@st.styled
-def budget_curves(
-    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
-    ceilings: Mapping[str, float],
-    subtitle: str,
-) -> Figure:
-    """Draw a panel for each rule, the best first: of all miniatures a line in a band, of each a thin one.
+SHARES_NOTE = "large dots: all trainings, with the 95 % interval; small dots: single trainings"
 
-    panels: miniature, or all -> budget -> (share, low, high), of one (share,). The uniform window is in all.
+
+def _draw_shares(axis: Axes, rows: Mapping[str, Sequence[Any]], chosen: Sequence[str]) -> None:
+    """Draw a row for each name -> (share, low, high, shares of trainings), its percentage above the dot."""
+    for row, (name, (share, low, high, trainings)) in enumerate(rows.items()):
+        color = st.BLUE if name in chosen else "0.4"
+        # An interval of t may end outside of what a share can be
+        st.mark_intervals(axis, [row], [(share, max(low, 0), min(high, 1))], color, size=6)
+        shares = [value for value in trainings if value is not None]
+        axis.plot(shares, np.full(len(shares), row + 0.27), "o", color=color, alpha=0.5, markersize=2.5)
+        side = "center"
+        if share > 0.9:
+            side = "right"
+        elif share < 0.1:
+            side = "left"
+        text = axis.annotate(percent(share), (share, row), (0, 5), textcoords="offset points")
+        text.set(fontsize=st.SMALL, color=color, ha=side)
+        text.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
+    axis.set(xlim=(-0.03, 1.03), ylim=(len(rows) - 0.4, -0.7))
+    axis.set_yticks(range(len(rows)), list(rows))
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+
+
+@st.styled
+def budget_shares(
+    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]], subtitle: str, note: str = ""
+) -> Figure:
+    """Draw a panel for three sizes of a cache, a row a rule: the share with its interval, a dot a training.
+
+    panels: rule -> training, or all -> frames of the mean head -> (share, low, high), of one (share,). The
+    line and band in each panel are the rule "uniform", in which all heads keep the same window.
     """
+    uniform = panels["uniform"]["all"]
     means = {rule: np.mean([row[0] for row in curves["all"].values()]) for rule, curves in panels.items()}
     rules = sorted((rule for rule in means if rule != "uniform"), key=lambda rule: -means[rule])
-    figure, axes = st.panels(len(rules), min(4, len(rules)), (2.3, 1.9), sharey=True)
-    legend: dict[str, Artist] = {}
-    for axis, rule in zip(axes, rules, strict=True):
-        _draw_budget(axis, panels["uniform"], "uniform windows", st.DARK)
-        _draw_budget(axis, panels[rule], "the rule", st.BLUE)
-        _draw_ceilings(axis.axhline, ceilings)
-        axis.set(title=rule, ylim=(-0.02, 1.02))
-        legend |= st.handles(axis)
-    x, y = "Cache of the mean head (latent frames)", "Share back in colour and shape"
-    st.label_figure(figure, axes, f"{y}, by rule and cache", subtitle, y, legend, x)
+    sizes = sorted(set(uniform).intersection(*(panels[rule]["all"] for rule in rules)))
+    sizes = [sizes[n] for n in np.unique(np.linspace(0, len(sizes) - 1, 3).round().astype(int))]
+    columns = 1 if st.is_narrow() else len(sizes)
+    figure, axes = st.panels(len(sizes), columns, (2.9, 0.55 + 0.34 * len(rules)), sharey=True)
+    for axis, size in zip(axes, sizes, strict=True):
+        # 1. What all heads alike give, in its interval
+        share, low, high = uniform[size][:3]
+        label = "every head keeps the same window, with the 95 % interval"
+        axis.axvspan(low, high, color="0.9", linewidth=0, zorder=0)
+        line = axis.axvline(share, color=st.DARK, linewidth=1.5, zorder=1, label=label)
+        # 2. The rules, which give some heads more than others
+        rows = {}
+        for rule in rules:
+            single = [
+                points[size][0] for name, points in panels[rule].items() if name != "all" and size in points
+            ]
+            rows[rule] = (*panels[rule]["all"][size][:3], single)
+        _draw_shares(axis, rows, rules)
+        name = f"Cache of {size} frames a head"
+        if st.is_narrow():
+            name = st.wrapped(name, st.LABEL, 1.4)
+        axis.set_title(name)
+    size = sizes[-1]
+    best = max(rules, key=lambda rule: panels[rule]["all"][size][0])
+    shares = [percent(panels[rule]["all"][size][0]) for rule in ("uniform", best)]
+    title = f"At {size} frames a head, equal windows bring {shares[0]} of hidden shapes back; the best of "
+    title += f"{len(rules)} rules that prefer some heads, {best}, {shares[1]}"
+    note = "; ".join(part for part in (SHARES_NOTE, note) if part)
+    x, y = "Videos whose shape is back in colour and outline", "Heads are chosen by"
+    st.label_figure(figure, axes, title, subtitle, y, {"uniform": line}, x, note)
     return figure
-
-
-def _draw_budget(
-    axis: Axes, curves: Mapping[str, Mapping[int, Sequence[float]]], label: str, color: str
-) -> None:
-    """Draw the curve of all miniatures in its band, and of more than one a thin line each."""
-    for name, points in curves.items():
-        budgets = sorted(points)
-        share = [points[budget][0] for budget in budgets]
-        if name == "all":
-            low, high = zip(*(points[budget][1:3] for budget in budgets), strict=True)
-            axis.fill_between(budgets, low, high, color=color, alpha=0.2, linewidth=0)
-            axis.plot(budgets, share, "o-", color=color, markersize=3, linewidth=1.5, label=label)
-        elif len(curves) > 2:
-            axis.plot(budgets, share, color=color, linewidth=0.5, label="one miniature")
 
 
 def _draw_ceilings(draw_line: Any, ceilings: Mapping[str, float]) -> None:
@@ -467,7 +597,11 @@ def lens_strip(
     figure, axes, shown = st.picture_grid(rows, [f"step {step}" for step in steps])
     for axis, far in zip(axes, distance[:, shown].ravel(), strict=True):
         axis.set_xlabel(f"{far:.2f}")
-    st.label_figure(figure, [], "x0 that the head reads behind each layer", "below: distance to the final x0")
+    close = [layer for layer, far in zip(layers, distance, strict=True) if (far <= 0.5).all()]
+    title = "The picture that the output head reads behind each layer"
+    if close:
+        title += f": at every step at most 0.5 from the final one from layer {close[0]} on"
+    st.label_figure(figure, [], title, "below each picture: distance of its x0 to the final x0")
     return figure
 
 
@@ -475,10 +609,13 @@ def lens_strip(
 def lines_by_layer(
     values: Sequence[Sequence[float]] | np.ndarray, layers: Sequence[int], names: Sequence[str], y: str
 ) -> Figure:
-    """Draw values [layers, names] over the layers, a line a name."""
+    """Draw values [layers, names] over the layers, a line a name; the title says where the largest is."""
     figure, (axis,) = st.panels(1, 1, (5.0, 2.4))
     for n, (column, name) in enumerate(zip(np.asarray(values).T, names, strict=True)):
         axis.plot(layers, column, marker="osD^v"[n % 5], markersize=3, label=name)
-    axis.set_ylabel(y)
-    st.label_figure(figure, [axis], f"{y}, by layer", x="Layer", legend=st.handles(axis))
+    axis.set_ylabel(capitalized(y))
+    row, column = np.unravel_index(np.nanargmax(values), np.shape(values))
+    largest = np.asarray(values)[row, column]
+    title = f"{capitalized(y)} is largest in layer {layers[row]} ({names[column]}, {largest:.3g})"
+    st.label_figure(figure, [axis], title, x="Layer", legend=st.handles(axis))
     return figure

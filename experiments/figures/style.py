@@ -695,10 +695,12 @@ def one_heat_map(
     return figure
 
 
-def write_cells(axis: Axes, values: np.ndarray, text: str, middle: float) -> None:
-    """Write values [rows, columns] into the cells of a heat map, white below the middle; N/A for NaN."""
+def write_cells(axis: Axes, values: np.ndarray, words: Callable[[float], str], middle: float) -> None:
+    """Write values [rows, columns] into the cells of a heat map, white below the middle; nothing for NaN."""
     for (row, column), value in np.ndenumerate(values):
-        label = text.format(value) if np.isfinite(value) else "N/A"
+        if not np.isfinite(value):
+            continue
+        label = words(value)
         color = "white" if value < middle else "black"
         axis.text(column, row, label, ha="center", va="center", fontsize=SMALL, color=color, gid="cell")
 

@@ -66,8 +66,11 @@ def drawings() -> dict[str, Figure]:
         rule: {"all": {3: shares[0], 6: shares[1]}, "one": {3: [0.5], 6: [0.7]}, "other": {3: [0.2]}}
         for rule in ("uniform", "mass on the older past", "Pyramid Forcing", "effect")
     }
-    condition = {"none": (0.9, 0.8, 1.0, [0.8, 0.9]), "the eight": (0.1, 0.0, 0.2, [0.1, None])}
-    knockouts = {"A shape comes back": condition, "Of those, right": condition}
+    condition = {"no head": (0.9, 0.8, 1.0, [0.8, 0.9]), "8 presence heads": (0.1, 0.0, 0.2, [0.1, None])}
+    knockouts = {
+        "These heads lose their past:\ndoes a shape come back?": condition,
+        "In its colour?": condition,
+    }
     routes = {"all routes of it": shares[0], "one": shares[1]}, {"rendered": 0.9, "VAE": 0.8}
     runs = {name: [[(i, i, 1 / (i + 1)) for i in range(20)]] * 2 for name in ("VAE", "base")}
     films = {"causal": [np.full((81, 32, 32, 3), 0.5)] * 2}
@@ -83,18 +86,26 @@ def drawings() -> dict[str, Figure]:
         "labels": figures.label_maps(kinds, range(N), subtitle=ABOUT),
         "slots": figures.slot_map(slots, slots, F, "deep_sink", ABOUT),
         "shares": figures.share_bars(*routes, "Routes", "Share", {"best single": [0.5, 0.6]}),
-        "knockouts": figures.knockout_shares(knockouts, {"none": 182, "the eight": 12}, ABOUT),
-        "budgets": figures.budget_curves(budgets, {"rendered": 0.9}, "Budgets"),
+        "knockouts": figures.knockout_shares(
+            knockouts, {"no head": 182, "8 presence heads": 12}, ABOUT, "Without 8 heads 10 % come back"
+        ),
+        "budgets": figures.budget_shares(budgets, ABOUT),
         "drift": figures.drift_over_time({"Right": over, "Hue": over}, ["frozen", "vae"], ABOUT),
-        "motion": figures.against_motion(dots, {"Right": dots, "Hue": dots}, ABOUT),
+        "motion": figures.policy_measures({"Right": dots, "Hue": dots}, ["frozen", "vae"], "Motion", ABOUT),
+        "models": figures.effect_by_model({"causal": s.delta, "one step of training": s.first}, ABOUT),
+        "preference": figures.preference_dots(
+            maps[0], maps[2:], border=2, title="Preference", subtitle=ABOUT
+        ),
         "map strip": figures.map_strip([VideoMap(seen, *query)] * 2, pictures, [0, F - 1]),
         "all by r": figures.heads_by_agreement(*by_r),
         "sweep": figures.sweep_curves(
             {"L1H1": matrices[0, :, -1], "L1H2": matrices[1, :, -1]}, CAPTION, "abc"
         ),
         "layers": figures.layer_comparison(profiles, range(N), CAPTION),
-        "distances": figures.distances_and_contrasts(rng.random((H, F)), rng.random((H, 4)), "By distance"),
-        "effects": figures.effect_against(s.first, {"mass": s.delta}, {"mass": "ρ = 0.5"}, subtitle=ABOUT),
+        "distances": figures.distances_and_contrasts(rng.random((H, F)), rng.random((H, 4))),
+        "effects": figures.effect_against(
+            s.first, {"mass": s.delta}, {"mass": "ρ = 0.5"}, title="Mass follows it", subtitle=ABOUT
+        ),
         "training": training.training_curves(runs, [(i, 20 + i, 21, 19) for i in range(9)], 5, ABOUT),
         "videos": training.video_strips(["a red circle moving right"] * 2, films, subtitle=ABOUT),
     }
@@ -239,12 +250,14 @@ def test_means_and_spreads_are_those_of_numpy():
     np.testing.assert_allclose(ends[..., 1] - ends[..., 0], 2 * values.std(2))
     excess = rng.normal(size=(40, 6))
     excess[:, 2] = np.nan  # no head has this distance
-    left, right = figures.distances_and_contrasts(excess, excess, "by distance").axes[:2]
+    left, right = figures.distances_and_contrasts(excess, excess).axes[:2]
     known = [0, 1, 3, 4, 5]
     np.testing.assert_array_equal(left.lines[0].get_xdata(), known)
     np.testing.assert_allclose(left.lines[0].get_ydata(), excess[:, known].mean(0))
     band = left.collections[0].get_paths()[0].vertices
-    low, high = np.quantile(excess[:, known], [0.25, 0.75], axis=0)
+    # The band is the 95 % interval of the mean that is drawn
+    mean, error = excess[:, known].mean(0), excess[:, known].std(0, ddof=1) / np.sqrt(len(excess))
+    low, high = mean - 1.96 * error, mean + 1.96 * error
     assert band[:, 1].min() == pytest.approx(low.min()) and band[:, 1].max() == pytest.approx(high.max())
     bars = {round(bar.get_x() + bar.get_width() / 2): bar for bars in right.containers for bar in bars}
     assert {place: bar.get_height() for place, bar in bars.items()} == pytest.approx(
@@ -330,3 +343,38 @@ def test_a_folder_of_figures_says_what_they_are_of(tmp_path):
     for kind in ("svg", "pdf"):
         assert (tmp_path / "a" / f"f.{kind}").read_bytes() == (tmp_path / "b" / f"f.{kind}").read_bytes()
     assert len(out.paths) == 2 and (tmp_path / "a" / "f.pdf").read_bytes().startswith(b"%PDF")
+
+
+def title_of(figure):
+    (title,) = [text.get_text() for text in figure.texts if text.get_gid() == "title"]
+    return " ".join(title.split())
+
+
+def test_titles_say_what_the_numbers_are():
+    sets = {"no head": (0.95, 0.9, 1.0, [0.95]), "8 heads": (-0.0, -0.02, 0.04, [0.0])}
+    figure = figures.knockout_shares({"Back?": sets}, {}, ABOUT, "t", chosen=["8 heads"])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["95\u00a0%", "0\u00a0%"]
+    ends = figure.axes[0].collections[1].get_segments()[0][:, 0]
+    np.testing.assert_allclose(ends, [0, 0.04])  # a share has no interval below 0
+    alike = {size: (share, share - 0.1, share + 0.1) for size, share in ((7, 0.3), (9, 0.5), (15, 0.7))}
+    worse = {size: (share / 2, 0, share) for size, (share, *_) in alike.items()}
+    budgets = {
+        "uniform": {"all": alike},
+        "effect": {"all": worse},
+        "random": {"all": {**worse, 15: (0.6, 0.5, 0.7)}},
+    }
+    title = title_of(figures.budget_shares(budgets, ABOUT))
+    assert "At 15 frames a head, equal windows bring 70 % of" in title
+    assert "the best of 2 rules that prefer some heads, random, 60 %" in title
+    effects = {"causal": np.full((2, 3), -1.0), "base": np.array([[0.5, np.nan, 0.5]])}
+    title = title_of(figures.effect_by_model(effects))
+    assert title == "Mean first-frame effect of all heads: −1.00 logits in causal, 0.50 in base"
+    labels = np.array([[1, 1, -1]])
+    figure = figures.label_maps(
+        [LabelMap("ours", KINDS, labels), LabelMap("l", LOCALITY, None)], [0], subtitle=""
+    )
+    assert title_of(figure) == "Kinds of 3 heads: 2 anchor, 1 wave, 0 veil"
+    assert "absent" not in " ".join(text.get_text() for text in figure.findobj(plt.Text))
+    total = np.array([0.0, 0.5, 0.2])
+    title = title_of(figures.effects_by_frame({"total": total, "floor": total / 1e6}, subtitle=""))
+    assert title == "The edit changes frame 1 most, by 0.5 of the way to another seed"

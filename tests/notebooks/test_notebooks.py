@@ -123,10 +123,10 @@ def test_an_older_layer_cache_prints_the_older_notebooks_numbers(tmp_path):
         expected = head[0], head[1:-1].mean(), head[-1], head[0] - head[1:-1].mean()
         assert row_of(printed, str(h))[1:5] == [f"{value:.3f}" for value in expected]
     assert "Matrix [heads, query, key] [12, 21, 21], -" in printed
-    assert re.search(r"self-attention\)  7\.9\d+\nFirst frame mean \(sink\) +1\.4", printed)
+    assert re.search(r"self-attention\)  7\.9\d+\nFrame 0 mean +1\.4", printed)
     names = {name: f"layer20/layer20_{name}.svg" for name in ("2d_heatmap_all_heads", "perhead_grid")}
     assert drawn.keys() == set(names.values()) and all(name in printed for name in names.values())
-    assert "H2 (sink=3.28)" in drawn[names["perhead_grid"]] and "Shown     21 latent frames" in printed
+    assert "H2, Δ = +3.28" in drawn[names["perhead_grid"]] and "Shown     21 latent frames" in printed
     assert "not attended" in drawn[names["2d_heatmap_all_heads"]]
     of_atlas, _ = run(
         "extract_all_attention", tmp_path, writes=False
@@ -245,7 +245,7 @@ def test_an_own_atlas_with_everything(tmp_path):
     more = {"rope_bands_layer5_head2.svg", "layer5_prompt_words.svg", "first_frame_passes.svg"}
     assert drawn.keys() == always(5) | more and "Passes in this cache: 2" in printed
     assert row_of(printed, "cinematic")[1:] == ["0.04000", "0.06000", "2"]
-    assert "published for another model" in drawn["kinds_of_heads.svg"]
+    assert "published" not in drawn["kinds_of_heads.svg"] and "published for another model" in printed
 
 
 def test_keys_of_a_cache_policy_along_positions(tiny, tmp_path):
@@ -294,7 +294,7 @@ def test_seeds_of_a_prompt_are_averaged_before_prompts(tmp_path):
     assert study.effects.shape == (2, N, H) and not study.measures
     assert np.allclose(study.effect, 2 * np.arange(N * H).reshape(N, H))
     assert (study.effect.mean(), study.floor) == (11, 0)
-    assert [one.name for one in study.maps()] == ["Direct effect"]
+    assert [one.name for one in study.maps()] == ["Direct effect of the edit"]
     study.measures["same"] = study.effect
     assert str(study.correlations()["same"][0]) == "1.00 [1.00, 1.00]"
     one = causal_atlas(each="layer", units=[0], head_norms=torch.ones(3, N, 1))
@@ -340,8 +340,8 @@ def test_long_rollouts(tmp_path):
     assert row_of(printed, "window", "9/3")[2] == "0.76"
     names = ("strips", "right", "heads", "over_time", "motion", "sink_maps", "cost", "effect_by_length")
     assert drawn.keys() == {"rope.svg", *(f"{name}.svg" for name in names)}
-    assert "weights 012345678, 4 prompts" in drawn["effect_by_length.svg"]
-    shown = ("5 s", "here 25%", "a circle moving down behind a wall, seed 3")
+    assert "mean of all heads, 4 prompts" in drawn["effect_by_length.svg"]
+    shown = ("5 s", "(25 %)", "“a circle moving down behind a wall”, seed 3")
     assert all(text in drawn["strips.svg"] for text in shown)
     findings = results.LongRollouts.open(ROOT / "experiments/findings/long_rollouts/results.json")
     windows, sinks, values = findings.sink_map("window")

@@ -20,17 +20,11 @@ def run(argv=None):
     parser.add_argument("--overwrite", action="store_true", help="replace figures that were changed since")
     args = parser.parse_args(argv)
     folder = args.figures
-    strips, seconds, about = results.read_strips(
-        Path(__file__).with_name("strips.json"), Path(__file__).with_name("results.json")
-    )
-    print(
-        figures.save_figure(
-            figures.long_strips(strips, seconds, about),
-            folder / "long_rollouts.svg",
-            overwrite=args.overwrite,
-        )
-    )
-    print(table(results.LongRollouts.open(Path(__file__).with_name("results.json")).rows()))
+    here = Path(__file__)
+    strips = results.read_strips(here.with_name("strips.json"), here.with_name("results.json"))
+    figure = figures.long_strips(*strips)
+    print(figures.save_figure(figure, folder / "long_rollouts.svg", overwrite=args.overwrite))
+    print(table(results.LongRollouts.open(here.with_name("results.json")).rows()))
 
 
 if __name__ == "__main__":
