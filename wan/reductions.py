@@ -336,27 +336,31 @@ def word_mass(
     """Sum the softmax of every query over the keys of each word -> float32 [B, H, Lq, words].
 
     words are the keys of each word. With the call's log-sum-exp lse [B, H, Lq] (on CUDA, as in frame_mass)
-    only their logits are formed; else the softmax is, some rows at a time. DAAM's map (arXiv 2210.04885).
+    only their logits are formed; else all are, some rows at a time. DAAM's map (arXiv 2210.04885).
     """
     # 1. Which of the chosen keys are of which word.
     keys = sorted({key for word in words for key in word})
     members = torch.tensor([[float(key in word) for word in words] for key in keys])  # [keys, words]
     members = send(members, q.device)
-    # 2. A softmax from its log-sum-exp, or whole.
-    parts, start = [], 0
+    # 2. Their logits, and the log-sum-exp of all.
+    of_call: Tensor | None = None
     if lse is not None and q.is_cuda:
+        of_call = lse
+        k = select(k, keys, 1)
         if bias is not None:
             bias = select(bias, keys, 1)
         if mask is not None:
             mask = select(mask, keys, 3)
-        for logits in scaled_logits(q, select(k, keys, 1), bias=bias, mask=mask):
-            stop = start + logits.shape[2]
-            parts.append((logits - lse[:, :, start:stop, None]).exp() @ members)
-            start = stop
-    else:
-        for logits in scaled_logits(q, k, bias=bias, mask=mask):
-            softmax = logits.softmax(-1).nan_to_num()  # a query that sees no key has no mass
-            parts.append(select(softmax, keys, 3) @ members)
+    # 3. Rows of queries; one that sees no key has no mass.
+    parts, start = [], 0
+    for logits in scaled_logits(q, k, bias=bias, mask=mask):
+        stop = start + logits.shape[2]
+        if of_call is not None:
+            of_all, chosen = of_call[:, :, start:stop], logits
+        else:
+            of_all, chosen = logits.logsumexp(-1), select(logits, keys, 3)
+        parts.append((chosen - of_all[..., None]).exp().nan_to_num() @ members)
+        start = stop
     return torch.cat(parts, 2)
 
 

@@ -82,7 +82,8 @@ class Row:
 
 def run(argv=None):
     groups: dict[str, Group] = dict.fromkeys(OF_ROLLOUTS, rollouts)
-    groups |= {"pipeline": pipeline, "transformers": transformers, "notebooks": notebooks}
+    groups |= {"pipeline": pipeline, "pipeline_words": pipeline_words}
+    groups |= {"transformers": transformers, "notebooks": notebooks}
     parser = row_parser(__doc__, groups, default=["plain", "logits", "mass"])
     parser.add_argument("--policies", nargs="+", default=[], help="more rows, as --cache_policy takes them")
     args = parser.parse_args(argv)
@@ -427,7 +428,7 @@ class RandomPipeline:
         self.pipe = WanPipeline(None, None, None, scheduler, self.transformer)
         self.pipe.set_progress_bar_config(disable=True)
 
-    def sample(self, *requests: CaptureRequest) -> None:
+    def sample(self, *requests: CaptureRequest, steps: int = 2) -> None:
         """Sample two steps without guidance, from the same noise each time, and capture what is requested."""
         capture = diffusers_capture.capture_diffusers
         with capture(self.pipe, *requests) if requests else nullcontext():
@@ -437,7 +438,7 @@ class RandomPipeline:
                 height=self.config.pixels_per_latent * self.config.height,
                 width=self.config.pixels_per_latent * self.config.width,
                 num_frames=4 * self.config.num_frames - 3,
-                num_inference_steps=2,
+                num_inference_steps=steps,
                 guidance_scale=1.0,
                 output_type="latent",
             ).frames
@@ -464,9 +465,22 @@ def pipeline(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]
             sampler.row(f"{title}, plain", "2 steps", sampler.sample),
             sampler.row(f"{title}, layer 1", measured, of_one_layer),
             sampler.row(f"{title}, all layers", measured, every),
-            sampler.row(f"{title}, one word", "2 steps, one word, all layers", partial(sampler.sample, WORD)),
             sampler.row(f"{title}, all layers, second attention call", measured, by_second_call),
         ]
+
+
+def pipeline_words(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
+    """Yield WanPipeline in ten steps: plain, and with the maps of one word and of three, mean over heads."""
+    sampler = RandomPipeline(args, config)
+    three = replace(WORD, words=(((3,), (5, 6), (9,)),))
+    by_head = replace(WORD, by_head=True)
+    sample = partial(sampler.sample, steps=10)
+    yield [
+        sampler.row("WanPipeline in 10 steps, plain", "10 steps", sample),
+        sampler.row("WanPipeline in 10 steps, one word", "of all layers", partial(sample, WORD)),
+        sampler.row("WanPipeline in 10 steps, three words", "of all layers", partial(sample, three)),
+        sampler.row("WanPipeline in 10 steps, one word by head", "of all layers", partial(sample, by_head)),
+    ]
 
 
 # --- Video transformers of diffusers
