@@ -37,6 +37,7 @@ from experiments.caches.mp4 import write_mp4
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import cache_builders
 from experiments.extraction.video import decode
+from experiments.lens import PipelineLens
 from experiments.runs import CAPTURES, AnySession, Run
 from experiments.session import Session, load
 from wan import diffusers_capture, errors
@@ -900,7 +901,7 @@ def x0_lens(
         with session.opened(), ExitStack() as stack:
             check_capture(session, SiteCapture(("resid_post",), chosen), streams=True)
             for model in session.models.values():  # experts have steps of their own
-                lens = pipeline_session.PipelineLens(model, chosen, of_passes)
+                lens = PipelineLens(model, chosen, of_passes)
                 lens.models = frozenset([id(model)])
                 stack.enter_context(watching.watched(lens))
                 stack.enter_context(lens.hooked())

@@ -8,7 +8,7 @@ somebody's pipeline.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -51,7 +51,7 @@ def require_no_run() -> None:
 
 
 def capturing(
-    requests: Sequence[CaptureRequest], models: frozenset[int] | None = None
+    requests: Sequence[CaptureRequest], models: Container[int] | None = None
 ) -> AbstractContextManager[list[CapturedCall]]:
     """Capture what is requested, of the models of these ids alone; nothing where there is no request."""
     if not requests:

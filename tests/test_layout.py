@@ -17,7 +17,7 @@ from helpers.walk import walk
 
 # An import goes to the same room or to an earlier one. "" has the scripts.
 ROOMS = ["caches", "analysis configs progress provenance", "memory", "edits extraction.video prompts"]
-ROOMS += ["runs", "pipeline_session session"]
+ROOMS += ["lens pipeline_calls runs", "pipeline_session session"]
 ROOMS += ["extraction", "figures", "words", "captured", "attribution", "running", "base_session"]
 ROOMS += ["miniature", "studies", "", "benchmarks findings"]
 LEVELS = {
