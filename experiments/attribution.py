@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from experiments import caches, captured, memory
 from experiments.analysis.panels import table
 from experiments.caches.activations import Activations, save_activations
-from experiments.caches.files import claimed
+from experiments.caches.files import Record, claimed
 from experiments.captured import tables
 from experiments.edits import source_of
 from experiments.extraction import cache_builders
@@ -82,15 +82,24 @@ def gradients(
             yield SiteGradients(session, recorder)
 
 
-def numbers_of(session: Any, layers: Any, blocks: Any, steps: Any) -> dict[str, Any]:
+class Chosen(TypedDict):
+    """The layers, blocks and steps that are differentiated; None: all."""
+
+    layers: list[int] | None
+    blocks: list[int] | None
+    steps: list[int] | None
+
+
+def numbers_of(session: Any, layers: Any, blocks: Any, steps: Any) -> Chosen:
     """Return the selected layers, blocks and steps as lists of numbers, -1 resolved."""
-    chosen = {
-        "layers": errors.as_numbers("layers", layers),
-        "blocks": errors.as_numbers("blocks", blocks),
-        "steps": captured.resolved_steps(session, errors.as_numbers("steps", steps)),
-    }
-    for name in ("blocks", "steps"):
-        errors.require_ascending(name, chosen[name], "passes are differentiated in the order of the rollout")
+    chosen = Chosen(
+        layers=errors.as_numbers("layers", layers),
+        blocks=errors.as_numbers("blocks", blocks),
+        steps=captured.resolved_steps(session, errors.as_numbers("steps", steps)),
+    )
+    order = "passes are differentiated in the order of the rollout"
+    errors.require_ascending("blocks", chosen["blocks"], order)
+    errors.require_ascending("steps", chosen["steps"], order)
     return chosen
 
 
@@ -226,6 +235,7 @@ def attribute(
     call are further arguments of a pipeline; its seed, where it is given, is that of a generator.
     """
     session = captured.as_session(session)
+    chosen = numbers_of(session, layers, blocks, steps)
     if isinstance(session, PipelineSession):
         if integrated != 1:
             raise errors.ConfigError(
@@ -233,47 +243,64 @@ def attribute(
             )
         if seed is not None:
             call["generator"] = torch.Generator().manual_seed(seed)
-        numbers = numbers_of(session, layers, blocks, steps)
-        return _attribute_pipeline(session, {"prompt": prompt} | call, source, metric, tuple(sites), numbers)
+        call["prompt"] = prompt
+        return _attribute_pipeline(session, call, source, metric, tuple(sites), chosen)
     for name in call:
         raise errors.ConfigError(
             f"attribute knows no {errors.short_repr(name)}; a pipeline takes its own arguments"
         )
-    given: dict[str, Any] = {"prompt": prompt, "seed": seed}
-    config = replace(session.config, **{name: value for name, value in given.items() if value is not None})
-    chosen: dict[str, Any] = numbers_of(session, layers, blocks, steps)
-    chosen["steps"] = chosen["steps"] or [*range(config.num_passes - 1)]
+    config = session.config
+    if prompt is not None:
+        config = replace(config, prompt=prompt)
+    if seed is not None:
+        config = replace(config, seed=seed)
+    if not chosen["steps"]:
+        chosen["steps"] = list(range(config.num_passes - 1))
     # 1. Refuse before anything runs.
+    check_patches(sites, source, config)
+    if integrated < 1 or (integrated > 1 and policy_of(config).name not in STAY):
+        raise errors.ConfigError(
+            f"integrated is {integrated}: it is a number of points, 1 or more; several take cache_policy "
+            f"{' or '.join(STAY)}, whose passes can run again"
+        )
+    recorder = Attribution(tuple(sites), **chosen, metric=metric, points=integrated)
+    check_gradients(session, recorder)
+    # 2. The source: its activations at sites, its x0, and with several points its inputs.
+    session.prepare(config=config)
+    inputs = ["x0"]
+    if integrated > 1:
+        inputs += ["x_t", "cross_k", "cross_v"]
+    recorder.source = source_activations(
+        *source_of(session, config, source),
+        SiteCapture(tuple(sites), **chosen, to=None),
+        SiteCapture(tuple(inputs), blocks=chosen["blocks"], steps=chosen["steps"], to=None),
+    )
+    recorder.sigmas = session.pipeline.sigmas
+    # 3. The run itself, whose passes are differentiated as they come.
+    with watched(recorder), recorder.calls_of(session.model):
+        run = session.generate(config=config)
+    return Scores(scores_cache(recorder, run, source, metric))
+
+
+def check_patches(sites: Sequence[str], source: interventions.Source, config: Any) -> None:
+    """Raise ConfigError for a site of no layer, and for a source that is no other run."""
     for site in sites:
         if check_site(site) in OF_FORWARD:
             raise errors.ConfigError(
                 f"{site} belongs to no layer: attribute a site of layers, such as z or mlp_out"
             )
         interventions.Patch(site, source, passes="denoise").check_source(config)
-    if integrated < 1 or (integrated > 1 and policy_of(config).name not in STAY):
-        rest = f"several take cache_policy {' or '.join(STAY)}, whose passes can run again"
-        raise errors.ConfigError(f"integrated is {integrated}: it is a number of points, 1 or more; {rest}")
-    known = "towards" if metric is None else getattr(metric, "__qualname__", type(metric).__name__)
-    recorder = Attribution(tuple(sites), **chosen, metric=metric, points=integrated)
-    check_gradients(session, recorder)
-    # 2. The source, without anybody's edits: its activations, and with several points its inputs.
-    session.prepare(config=config)
-    theirs, other = source_of(session, config, source)
-    inputs = ("x0", *(("x_t", "cross_k", "cross_v") if integrated > 1 else ()))
-    kept = [SiteCapture(tuple(sites), **chosen, to=None)]
-    kept += [SiteCapture(inputs, blocks=chosen["blocks"], steps=chosen["steps"], to=None)]
+
+
+def source_activations(session: Any, config: Any, *captures: SiteCapture) -> dict[ActivationSite, Tensor]:
+    """Roll out a source's run without anybody's edits -> what the captures kept, by where it was."""
 
     def run_source() -> None:
-        with watched(*kept), observed():
-            theirs.rollout(other)
+        with watched(*captures), observed():
+            session.rollout(config)
 
     Context().run(run_source)
-    recorder.source = {one.where: one.value for capture in kept for one in capture.kept}
-    recorder.sigmas = session.pipeline.sigmas
-    # 3. The run itself, whose passes are differentiated as they come.
-    with watched(recorder), recorder.calls_of(session.model):
-        run = session.generate(config=config)
-    return Scores(scores_cache(recorder, run, source, known))
+    return {activation.where: activation.value for capture in captures for activation in capture.kept}
 
 
 def _attribute_pipeline(
@@ -282,7 +309,7 @@ def _attribute_pipeline(
     source: interventions.Source,
     metric: Metric | None,
     sites: tuple[str, ...],
-    chosen: dict[str, Any],
+    chosen: Chosen,
 ) -> "Scores":
     """Attribute as attribute() does, between two calls of a pipeline."""
     recorder = Attribution(sites, **chosen, metric=metric)
@@ -291,26 +318,18 @@ def _attribute_pipeline(
         # 1. Refuse before anything runs.
         check_gradients(session, recorder)
         planned = session.plan((), call)
-        for site in sites:
-            if check_site(site) in OF_FORWARD:
-                raise errors.ConfigError(f"{site} belongs to no layer: attribute a site such as z or mlp_out")
-            interventions.Patch(site, source, passes="denoise").check_source(planned.configs[0])  # type: ignore[arg-type]
-        # 2. The source, without anybody's edits: its activations at sites, and its x0.
+        check_patches(sites, source, planned.configs[0])
+        # 2. The source: its activations at sites, and its x0.
         of_call = session.replaced(call=planned, config=planned.configs[0])
-        theirs, other = source_of(of_call, planned.configs[0], source)
-        kept = [SiteCapture(sites, **chosen, to=None), SiteCapture(("x0",), steps=chosen["steps"], to=None)]
-
-        def run_source() -> None:
-            with watched(*kept), observed():
-                theirs.rollout(other)
-
-        Context().run(run_source)
-        recorder.source = {one.where: one.value for capture in kept for one in capture.kept}
+        recorder.source = source_activations(
+            *source_of(of_call, planned.configs[0], source),
+            SiteCapture(sites, **chosen, to=None),
+            SiteCapture(("x0",), steps=chosen["steps"], to=None),
+        )
         # 3. The run itself, whose passes are differentiated as they come.
         with watched(recorder):
             run = session.generate(**call)
-    known = "towards" if metric is None else getattr(metric, "__qualname__", type(metric).__name__)
-    return Scores(scores_cache(recorder, run, source, known))
+    return Scores(scores_cache(recorder, run, source, metric))
 
 
 def make_scores(args: argparse.Namespace, config: RunConfig) -> None:
@@ -328,34 +347,43 @@ def make_scores(args: argparse.Namespace, config: RunConfig) -> None:
 
 
 def scores_cache(
-    recorder: Attribution, run: Run, source: interventions.Source, metric: str
-) -> dict[str, Any]:
-    """Return the scores of a run as a cache."""
-    places = list(recorder.scores)
-    passes = list(dict.fromkeys(place.at for place in places))
-    layers = sorted({place.layer or 0 for place in places})
+    recorder: Attribution, run: Run, source: interventions.Source, metric: Metric | None
+) -> Record:
+    """Return the scores of a run as a cache; metric is the user's, None: towards the source's x0."""
+    # 1. Scores of each site, [layers, passes, heads or 1].
+    passes = list(dict.fromkeys(place.at for place in recorder.scores))
+    layers = sorted({place.layer or 0 for place in recorder.scores})
     if recorder.layers is not None:
         layers = list(recorder.layers)
-    found = []
+    sites = []
     for site in recorder.sites:
-        rows = [[recorder.scores[ActivationSite(site, layer, at)] for at in passes] for layer in layers]
-        found.append({"site": site, "scores": torch.stack([torch.stack(row) for row in rows])})
-    return {
+        of_layers = []
+        for layer in layers:
+            of_passes = [recorder.scores[ActivationSite(site, layer, at)] for at in passes]
+            of_layers.append(torch.stack(of_passes))
+        sites.append({"site": site, "scores": torch.stack(of_layers)})
+    # 2. The name of the metric.
+    metric_name = "towards"
+    if metric is not None:
+        metric_name = getattr(metric, "__qualname__", type(metric).__name__)
+    cache = {
         **run.common,
         "format": "attribution",
         "is_logits": False,
         "source": source.to_dict(),
-        "metric": metric,
+        "metric": metric_name,
         "integrated": recorder.points,
         "layers": layers,
         "pass_timesteps": [at.timestep for at in passes],
         "pass_blocks": [at.block for at in passes],
         "pass_steps": [at.step for at in passes],
-        **({"pass_branches": [at.branch for at in passes]} if run.bidirectional else {}),
         "metric_own": torch.tensor(recorder.values),
         "metric_source": torch.tensor(recorder.reached),
-        "sites": found,
+        "sites": sites,
     }
+    if run.bidirectional:
+        cache["pass_branches"] = [at.branch for at in passes]
+    return cache
 
 
 class Scores(dict[str, Tensor]):

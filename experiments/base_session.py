@@ -63,11 +63,10 @@ class BaseSession(session.Session):
         return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
 
     def edited(self, config: RunConfig, batch: int = 1) -> AbstractContextManager[Any]:
-        return (
-            interventions.intervene(*interventions.config_edits(config))
-            if interventions.config_edits(config)
-            else nullcontext()
-        )
+        edits = interventions.config_edits(config)
+        if not edits:
+            return nullcontext()
+        return interventions.intervene(*edits)
 
     def _roll_out(
         self,
@@ -91,9 +90,7 @@ class BaseSession(session.Session):
         with (
             interventions.counted_edits() as touched,
             threads_for(noise, self.model_config),
-            interventions.intervene(*interventions.config_edits(config))
-            if interventions.config_edits(config)
-            else nullcontext(),
+            self.edited(config),
             watching,
         ):
             edits = sites.active_edits()  # also those of one's own intervene() around this
@@ -114,14 +111,27 @@ class BaseSession(session.Session):
         }
         runs.note_calls(common, edits, touched)
         # A stopped run keeps the steps that it reached, and its cache says which are absent.
-        stopped = f"{done} of {base.num_steps} steps" if done < base.num_steps else ""
-        asked = {step for request in requests for step in request.steps or ()}
-        if absent := [str(step) for step in sorted(asked) if step >= done]:
+        stopped = ""
+        if done < base.num_steps:
+            stopped = f"{done} of {base.num_steps} steps"
+        requested = {step for request in requests for step in request.steps or ()}
+        absent = [str(step) for step in sorted(requested) if step >= done]
+        if absent:
             note = f"partial: the run was stopped after {stopped}; of what was asked for, steps "
             common |= {"partial": True, "notes": [f"{note}{', '.join(absent)} are absent"]}
-        timesteps, layers = self.pipeline.pass_timesteps, self.model_config.num_layers
-        run = runs.Run(config, layers, calls, latents, timesteps, words, common, stopped, self.preview)
-        return [replace(run, bidirectional=True)]
+        run = runs.Run(
+            config=config,
+            num_layers=self.model_config.num_layers,
+            records=calls,
+            latents=latents,
+            pass_timesteps=self.pipeline.pass_timesteps,
+            prompt_tokens=words,
+            common=common,
+            stopped=stopped,
+            bidirectional=True,
+            preview=self.preview,
+        )
+        return [run]
 
 
 def sample(

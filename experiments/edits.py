@@ -130,10 +130,9 @@ class MeanRuns:
     @cached_property
     def made_of(self) -> str:
         plain = replace(self.config, prompt="", seed=0, prompt_schedule=None, interventions=[])
-        others: dict[str, Any] = (
-            {} if self.recorded == interventions.HeadOutputs.sites else {"sites": self.recorded}
-        )
-        return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS, **others))
+        if self.recorded == interventions.HeadOutputs.sites:
+            return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS))
+        return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS, sites=self.recorded))
 
     @property
     def path(self) -> Path:
@@ -180,9 +179,9 @@ def reference_means(
         else:
             outputs.append(interventions.HeadOutputs(means=of_worker))
     means = interventions.ReferenceMeans.over(outputs)
-    values: dict[str, Any] = {"|".join(map(str, key)): values for key, values in means.values.items()}
+    by_name = {"|".join(map(str, key)): values for key, values in means.values.items()}
     with files.replacing(runs.path) as file:
-        torch.save(values | {"fingerprint": runs.made_of}, file)
+        torch.save({**by_name, "fingerprint": runs.made_of}, file)
     shutil.rmtree(MEANS / runs.made_of, ignore_errors=True)
     return means
 

@@ -19,12 +19,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, Optional, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, TextIO
 
 from tqdm import tqdm
 
 from experiments.caches.files import CacheError
 from wan import errors
+
+if TYPE_CHECKING:
+    from experiments.extraction.video import LiveVideo
 
 MAX_EVENT = 1 << 20  # bytes of the first line of a log
 
@@ -41,7 +44,7 @@ class Progress(AbstractContextManager["Progress"]):
     current: ClassVar[Optional["Progress"]] = None  # of the run that signals stop
     stopping = False
     generating = False  # from the first rollout on: before, nothing is lost by stopping at once
-    video: Any = None  # a video that is made of the blocks of a rollout
+    video: Optional["LiveVideo"] = None  # that is made of the blocks of a rollout
 
     def __init__(self, quiet: bool = False, log_file: str | Path | None = None, unit: str | None = None):
         self.quiet, self.unit, self.start = quiet, unit, time.monotonic()

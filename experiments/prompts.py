@@ -7,7 +7,6 @@ of the config holds those that were made before. prompt and tokens may be left o
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,19 +109,22 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
 def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
     """Read embeddings [1, n, text_dim], n at most text_len, and their tokens. CheckpointError for others."""
     content = read_weights_file(require_file(path, MAKE_ONE))
-    states: Any = content.get("prompt_embeds")
-    states = states[None] if isinstance(states, Tensor) and states.ndim == 2 else states
-    is_known = isinstance(states, Tensor) and states.dtype in FLOATS and bool(states.isfinite().all())
-    fits = is_known and states.ndim == 3 and states.shape[::2] == (1, sizes.text_dim)
+    states = content.get("prompt_embeds")
+    if isinstance(states, Tensor) and states.ndim == 2:
+        states = states[None]
+    wanted = f"[1, at most {sizes.text_len}, {sizes.text_dim}], as this model's are; make one: {MAKE_ONE}"
+    if not isinstance(states, Tensor) or states.dtype not in FLOATS or not states.isfinite().all():
+        raise errors.CheckpointError(
+            f"{path}: prompt_embeds are missing, or not finite numbers of floating point; wanted {wanted}"
+        )
+    fits = states.ndim == 3 and states.shape[::2] == (1, sizes.text_dim)
     if not fits or not 1 <= states.shape[1] <= sizes.text_len:
-        shown = list(states.shape) if is_known else "are missing, or not finite numbers of floating point"
-        wanted = f"[1, at most {sizes.text_len}, {sizes.text_dim}], as this model's are"
-        raise errors.CheckpointError(f"{path}: prompt_embeds {shown}; wanted {wanted}; make one: {MAKE_ONE}")
+        raise errors.CheckpointError(f"{path}: prompt_embeds {list(states.shape)}; wanted {wanted}")
     # Padding is zero: the other rows are tokens
-    rows = int(states[0].any(-1).sum())
-    tokens = content.get("tokens", [str(i) for i in range(rows)])
-    texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
-    if not texts or len(tokens) > states.shape[1]:
+    count = int(states[0].any(-1).sum())
+    tokens = content.get("tokens", [str(number) for number in range(count)])
+    are_texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+    if not are_texts or len(tokens) > states.shape[1]:
         raise errors.CheckpointError(f"{path}: tokens are not a list of at most {states.shape[1]} texts")
     for token in tokens:
         errors.require_text(token, f"{path}: a token")

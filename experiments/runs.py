@@ -30,15 +30,17 @@ from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.interventions import Edit, config_edits
 from wan.sites import Watcher, watchers
+from wan.vae import VAE, Preview
 
 if TYPE_CHECKING:
     from experiments.caches.activations import Activations
+    from experiments.captured import Captured
 
 ROLLING: ContextVar[bool] = ContextVar("rolling", default=False)  # a video is being made in this context
 
 # Who captures the videos of a session (captured.py), behind the session's id. It has `requests` for
 # attention, and roll_out(session, configs, make, ...), whose make(watching) gives the runs, made under watch.
-CAPTURES: ContextVar[tuple[tuple[int, Any], ...]] = ContextVar("captures", default=())
+CAPTURES: ContextVar[tuple[tuple[int, "Captured"], ...]] = ContextVar("captures", default=())
 
 
 def require_no_run() -> None:
@@ -119,7 +121,7 @@ class AnySession:
         """Return the edits that apply to this session's forwards in this context."""
         return [edit for watcher in self.watchers() for edit in watcher.edits]
 
-    def captures(self) -> list[Any]:
+    def captures(self) -> list["Captured"]:
         """Return who captures this session in this context (captured.py), outermost first."""
         return [capture for session, capture in CAPTURES.get() if session == id(self)]
 
@@ -148,12 +150,12 @@ class Run:
     latents: Tensor  # [1, F, C, h, w]; fewer frames where the run was stopped
     pass_timesteps: list[float]  # of a block's passes, the clean pass last
     prompt_tokens: list[str]  # text of each prompt token, without padding
-    common: dict[str, Any]
+    common: files.Record
     stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
     bidirectional: bool = False  # all frames at once, with branches of guidance
     returned: Tensor | None = None  # the video that a pipeline returned, uint8 [frames, height, width, 3]
     decoder: Callable[[Tensor], Tensor] | None = None  # a pipeline's: of latents [1, F, C, h, w] -> as video
-    preview: Any = None  # a small decoder, for show()
+    preview: VAE | Preview | None = None  # a small decoder, for show()
     activations: dict[str, "Activations"] = field(default_factory=dict)  # by site
 
     # --- The video

@@ -28,7 +28,7 @@ from experiments import memory, progress
 from experiments import runs as rollouts
 from experiments.analysis import prompt_words
 from experiments.caches import formats
-from experiments.caches.files import RunError
+from experiments.caches.files import Record, RunError
 from experiments.configs import find_config, policy_settings
 from experiments.extraction import video
 from experiments.prompts import PromptStates, encode_prompts, needs_encoder, with_given_prompt
@@ -58,6 +58,7 @@ from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
 from wan.policies import policy_of
 from wan.text_encoder import TextEncoder
+from wan.vae import VAE, Preview
 
 if TYPE_CHECKING:
     pass
@@ -132,9 +133,9 @@ class Session(AnySession):
         self.config, self.model_config = config, checkpoint.read_model_config(config.ckpt_dir)
         self.device = choose_device(config.device, config.offload)
         self.dtype = choose_dtype(config.dtype, self.device)
-        self.preview: Any = None  # a small decoder for run.show()
+        self.preview: VAE | Preview | None = None  # a small decoder for run.show()
         self.sha256: Future[str] | None = None  # of the weights file: hashed while models load
-        self.files: list[dict[str, Any]] | None = None  # of the model, as they were when they were read
+        self.files: list[Record] | None = None  # of the model, as they were when they were read
         self.pipeline: Any = None
         self.texts: Any = None  # prompt -> states [1, text_len, text_dim], tokens
         self._loaded = config  # a copy of that of the loading
@@ -736,7 +737,7 @@ def check_numbers(
                 break
         raise RunError(f"{place}: the latents are not finite, {remedy}")
     # 1. Mostly all is right, which a few steps show: small values of one shape are checked at once.
-    alike: dict[Any, list[Tensor]] = {}
+    alike: dict[tuple[str, torch.Size, torch.dtype], list[Tensor]] = {}
     for call in calls:
         for name, values in call.values.items():
             if values.numel() <= capture.SMALL and name != "map_mass":
@@ -805,8 +806,16 @@ def load_pipeline(
     ConfigError where gpus are more than the processes that are joined.
     """
     state, report = checkpoint.read_weights(config, model_config)
-    window: dict[str, Any] = {"local_attn_size": config.local_attn_size, "sink_size": config.sink_size}
-    model = build_model(CausalWanModel, config, model_config, state, dtype, device, **window)
+    model = build_model(
+        CausalWanModel,
+        config,
+        model_config,
+        state,
+        dtype,
+        device,
+        local_attn_size=config.local_attn_size,
+        sink_size=config.sink_size,
+    )
     if config.gpus > 1:
         from wan.wings import parallel
         from wan.wings.graphs import apply_cuda_graphs

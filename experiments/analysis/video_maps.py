@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -88,7 +87,7 @@ def open_map(
     """Open one map; mass is times the keys that the query sees: 1 is even. CacheError for an absent one."""
     typed = formats.MapsCache.from_dict(cache)
     queries = _queries(typed)
-    place: Any = next(iter(queries), None)
+    place: tuple[int, ...] | None = next(iter(queries), None)
     if query is not None:
         if len(query) > 3:
             raise files.CacheError(
@@ -96,8 +95,8 @@ def open_map(
             )
         place = (*query, formats.ANY, formats.ANY)[:3]  # a frame alone is its mean
     # 1. The query's row of the block that holds it: [Lk] of a layer, pass and head
-    _, n, p, h = _indices(typed, layer, step, head, ("query", place, queries))
-    block, row = queries[place]
+    number, n, p, h = _indices(typed, layer, step, head, ("query", place, queries))
+    patch, (block, row) = list(queries.items())[number]
     assert block.map_mass is not None and block.map_logits is not None
     assert block.key_frame is not None and block.key_token is not None
     mass = block.map_mass[n, p, h, row].float().numpy() / typed.frame_seq_length  # sums to 1
@@ -122,7 +121,7 @@ def open_map(
         layer,
         head,
         pass_name(*at),
-        place,
+        patch,
         queries_of_block,
         () if at.is_clean_pass else queries_of_block,
         int(seen.sum()),

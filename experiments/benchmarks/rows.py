@@ -21,7 +21,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -208,11 +208,12 @@ def vae_of(config: RunConfig, random_weights: bool, device: torch.device) -> VAE
     """Return the config's VAE, or one of its real sizes with random weights."""
     if not random_weights:
         return VAE.from_pretrained(config.ckpt_dir, device=device)
-    sizes: dict[str, Any] = {}  # diffusers' defaults are Wan2.1's
-    if sizes_of(config).in_dim == WIDE_SIZES["z_dim"]:
-        sizes = WIDE_SIZES
     torch.manual_seed(0)
-    return VAE(AutoencoderKLWan(**sizes).eval().requires_grad_(False)).to(device)
+    if sizes_of(config).in_dim == WIDE_SIZES["z_dim"]:
+        vae = AutoencoderKLWan(**WIDE_SIZES)
+    else:
+        vae = AutoencoderKLWan()  # diffusers' defaults are Wan2.1's
+    return VAE(vae.eval().requires_grad_(False)).to(device)
 
 
 def randomize(module: nn.Module) -> None:
@@ -493,10 +494,9 @@ def transformers(args: argparse.Namespace, config: RunConfig) -> Iterator[list[R
         outputs: dict[str, Tensor] = {}
 
         def forward(name: str, *requests: CaptureRequest, model=model, given=arguments, kept=outputs) -> None:
-            capture: AbstractContextManager[Any] = nullcontext()
-            if requests:
-                capture = diffusers_capture.capture_diffusers(model, *requests)
-            with capture:
+            with ExitStack() as stack:
+                if requests:
+                    stack.enter_context(diffusers_capture.capture_diffusers(model, *requests))
                 kept[name] = model(**given)[0]
 
         def facts(name: str, kept=outputs) -> files.Record:

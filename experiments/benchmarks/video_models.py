@@ -4,7 +4,7 @@ model, arguments = made(VIDEO_MODELS["HunyuanVideo"], device, torch.bfloat16)
 model(**arguments)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ class VideoModel:
     kind: str
     latents: tuple[int, int, int, int]
     rest: Callable[[nn.Module, "VideoModel"], Arguments]
-    sizes: dict[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, object] = field(default_factory=dict)
     heads: tuple[int, int] = (12, 128)  # and their dims
     layers: dict[str, int] = field(default_factory=lambda: {"num_layers": LAYERS})
     text: tuple[int, int] = (512, 4096)

@@ -40,6 +40,7 @@ from experiments.caches import outputs
 from experiments.caches.files import (
     ONLY,
     CacheError,
+    Record,
     replacing,
     require_held,
     require_suffix,
@@ -292,7 +293,7 @@ def save_activations(
 def contents_of_tables(tables: Mapping[str, Activations], about: Mapping[str, Any]) -> outputs.Contents:
     """Return what a file of tables holds, as far as replacing it could lose something."""
     places = [(site, place) for site, table in tables.items() for place in table.places]
-    parts: dict[str, Collection[Any]] = {"sites": {*tables}}
+    parts: dict[str, outputs.Items] = {"sites": {*tables}}
     parts["frames"] = {frame for _, place in places for frame in place.frames}
     parts["calls (site, layer, block, step)"] = {
         f"{site} {place.layer} {place.block} {place.step}" for site, place in places
@@ -319,7 +320,7 @@ def load_activations(path: str | Path) -> dict[str, Any]:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise CacheError(f"{path} holds no activations of this program")
-        content: dict[str, Any] = {"format": FORMAT, **json.loads(metadata["about"])}
+        content: Record = {"format": FORMAT, **json.loads(metadata["about"])}
         tensors: dict[str, Tensor] = {}
         is_older, is_right = False, True
         for site, table in json.loads(metadata["sites"]).items():
@@ -388,7 +389,7 @@ class StoredRun:
     """
 
     path: Path
-    about: dict[str, Any]
+    about: Record
     count: int = 0  # of the blocks that write() wrote
 
     @property

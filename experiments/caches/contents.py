@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.caches import formats, outputs
+from experiments.caches.files import Record
 from wan import capture
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
@@ -34,7 +35,7 @@ def contents_of(values: Mapping[str, Any]) -> outputs.Contents:
     names = {name for part in (cache, *entries) for name in part.present}
     if isinstance(cache, formats.Figure4Cache | formats.InferenceCache) and cache.is_logits:
         names -= {"attn_weights"}  # another name of the logits
-    parts: dict[str, Collection[Any]] = {"fields": with_following(names & FIELDS)}
+    parts: dict[str, outputs.Items] = {"fields": with_following(names & FIELDS)}
     parts["frames"] = range(sum(cache.block_sizes[: cache.done]))
     parts["layers"] = layers_held(cache)
     parts["steps"] = {tag.step for tag in cache.passes() if tag.step is not None}
@@ -70,16 +71,16 @@ class PlannedCache:
     """A cache that a run will write: its format, the function that makes it, its layers (None: all)."""
 
     kind: str
-    build: Callable[..., dict[str, Any]]
+    build: Callable[..., Record]  # of a Run
     layers: Collection[int] | None = None
     guided: bool = False  # of the base model, whose layer caches have both branches of guidance
 
     def parts(
         self, config: RunConfig, requests: Sequence[capture.CaptureRequest]
-    ) -> dict[str, Collection[Any]]:
+    ) -> dict[str, outputs.Items]:
         """Return the parts that the cache of a config's run will have."""
         sizes = read_model_config(config.ckpt_dir)
-        parts: dict[str, Collection[Any]] = {"frames": range(config.num_frames)}
+        parts: dict[str, outputs.Items] = {"frames": range(config.num_frames)}
         # 1. Layers, passes and blocks: None asks for all
         ranges = {"layers": sizes.num_layers, "steps": config.num_passes, "blocks": len(config.block_sizes)}
         for name, count in ranges.items():

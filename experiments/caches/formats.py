@@ -131,7 +131,7 @@ class Cache(Fields):
     weights_file: Text | None
     weights_sha256: Text | None
     files: list[WeightsFile] | None = None
-    config: dict[str, Any] | None = None  # settings of the rollout that have no field of their own
+    config: dict[str, object] | None = None  # settings of the rollout that have no field of their own
     versions: dict[str, Text] | None = None  # by package
     device: Text | None = None  # cpu, or the GPU's name
     gpus: Index | None = None  # how many made it together, where more than one: bits differ with their number
@@ -147,7 +147,7 @@ class Cache(Fields):
     fingerprint: Text | None = None  # of all that the run's numbers depend on; older: of a sweep's settings
     partial: Flag | None = None  # stopped after blocks_done blocks, or before some steps of the base model
     blocks_done: Index | None = None
-    interventions: dict[str, Any] | None = None  # edits, the same in words, and a hash: the run was edited
+    interventions: dict[str, object] | None = None  # edits, the same in words, and a hash: the run was edited
     # of a rolling window: the timestep of every step, which is that of a block of the window too
     rolling_timesteps: list[Number] | None = None
     notes: list[Text] | None = None  # such as a guess about an older file
@@ -430,7 +430,7 @@ class EffectsCache(Cache):
 
     script, notebook, default = "run_intervention.py", "interventions.ipynb", "effects.pt"
     flags = "--interventions configs/edits/forget_past.yaml"
-    interventions: dict[str, Any]
+    interventions: dict[str, object]
     latents_base: Annotated[Tensor, "f16/f32 [F, C, h, w]"]
     latents_edited: Annotated[Tensor, "f16/f32 [F, C, h, w]"]
     between_seeds: Annotated[Tensor, "f32 [F]"]  # of the base run to another seed: the unit of effects
@@ -451,7 +451,7 @@ class CausalAtlasCache(Cache):
 
     script, notebook, default = "run_causal_atlas.py", "interventions.ipynb", "causal_atlas.pt"
     unique: ClassVar = ("layers", "units")
-    interventions: dict[str, Any]
+    interventions: dict[str, object]
     prompts: Annotated[list[Text], "[R]"]
     seeds: Annotated[list[Seed], "[R]"]
     each: Literal["head", "layer", "frame", "site"]  # what a unit is; sites are attn_out, cross_out, mlp_out
@@ -483,7 +483,7 @@ class AttributionCache(Cache):
     flags = "--source_prompt 'a blue square moving left'"
     unique: ClassVar = ("layers",)
 
-    source: dict[str, Any]  # what the other run has: prompt, seed or weights
+    source: dict[str, object]  # what the other run has: prompt, seed or weights
     metric: Text  # towards: the way of x0 to the source's; or the name of a function
     integrated: Index  # points between both runs; 1 is the gradient of the own run
     layers: Annotated[list[Layer], "[N]"]

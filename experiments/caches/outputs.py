@@ -33,13 +33,16 @@ BEGINNINGS = {".svg": b"<svg", ".pdf": b"%PDF", ".html": b"<html", ".png": b"\x8
 MAX_MARKED_BYTES = 1 << 28  # of a figure or a page; ours are smaller
 
 
+Items = Collection[int | str | tuple[int, ...]]  # numbers, names, places
+
+
 @dataclass(frozen=True)
 class Contents:
     """What a file holds, as far as replacing it could lose something."""
 
     kind: str  # such as "atlas cache", "video"
     facts: Mapping[str, str | None] = field(default_factory=dict)  # model and weights; None: not recorded
-    parts: Mapping[str, Collection[Any]] = field(default_factory=dict)  # layers, steps, frames, fields
+    parts: Mapping[str, Items] = field(default_factory=dict)  # layers, steps, frames, fields
     about: str = ""  # its prompt and seed, in words
 
     def __str__(self) -> str:

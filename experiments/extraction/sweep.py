@@ -16,7 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -192,7 +192,7 @@ def dask_client(args: argparse.Namespace, device: str = "auto") -> Iterator["Cli
         raise errors.ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
     for name in ("distributed.client", "asyncio", "tornado"):  # and what it runs on
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    cluster: Any = nullcontext(args.scheduler)
+    cluster: AbstractContextManager[str] = nullcontext(args.scheduler)
     if args.workers:
         cluster = local_cluster(args.workers, device)
     elif args.slurm:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from experiments.caches.frames import one_thread
 from experiments.miniature.moving_shapes import Scene
 from experiments.miniature.tracking import judge
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 PARENT_SECONDS = 0.5  # between two looks whether the parent process is alive
 
 
@@ -41,12 +43,14 @@ class EvalPool(ProcessPoolExecutor):
         self.workers = workers
         self.submit(os.getpid).result()  # all are forked here and now
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+    def submit(
+        self, function: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
         if self.workers > 1:
-            return super().submit(function, *arguments, **named)
-        future: Future[Any] = Future()
+            return super().submit(function, *args, **kwargs)
+        future = Future[Result]()
         with one_thread():
-            future.set_result(function(*arguments, **named))
+            future.set_result(function(*args, **kwargs))
         return future
 
     def judge_all(self, videos: Iterable[Tensor], scenes: Sequence[Scene]) -> list[dict[str, bool]]:

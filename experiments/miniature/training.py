@@ -37,7 +37,7 @@ from experiments.provenance import choose_device, choose_dtype, environment
 from wan import checkpoint, pipeline
 from wan.attention import MaskedAttention
 from wan.blocks import block_ranges, block_sizes, visible_frames
-from wan.cache import of_window
+from wan.cache import KVCache, of_window
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.files import read_json
@@ -165,7 +165,7 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
         for shape, params in by_shape.items():
-            gradients: Any = [p.grad for p in params]
+            gradients = [gradient_of(p) for p in params]
             momenta = [self.state[p]["momentum"] for p in params]
             torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
             nesterov = torch._foreach_lerp(gradients, momenta, MOMENTUM)
@@ -173,6 +173,12 @@ class Muon(torch.optim.Optimizer):
             updates *= group["lr"] * UPDATE_RMS * max(shape) ** 0.5
             torch._foreach_mul_(params, 1 - WEIGHT_DECAY * group["lr"])
             torch._foreach_sub_(params, [u.view_as(p) for p, u in zip(params, updates, strict=True)])
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return the gradient of a parameter that has one."""
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -221,14 +227,15 @@ def fit(
     others = [master for master, chosen in zip(masters, is_matrix, strict=True) if not chosen]
     optimizers: list[torch.optim.Optimizer] = [Muon(matrices, {"lr": lr})] if matrices else []
     if others:
-        fused: dict[str, Any] = {"fused": on_gpu, "capturable": on_gpu}
-        optimizers.append(torch.optim.AdamW(others, lr, ADAM_BETAS, weight_decay=WEIGHT_DECAY, **fused))
+        adam = torch.optim.AdamW(
+            others, lr, ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=on_gpu, capturable=on_gpu
+        )
+        optimizers.append(adam)
 
     def backward(loss: Loss) -> Tensor:
         """Backpropagate, copy the gradients to the masters, and return the loss."""
         value = loss()
-        gradients: Any = [master.grad for master in masters]
-        torch._foreach_copy_(gradients, torch.autograd.grad(value, params))
+        torch._foreach_copy_([gradient_of(master) for master in masters], torch.autograd.grad(value, params))
         return value.detach()
 
     @torch.no_grad()
@@ -738,7 +745,8 @@ class FewStep(TeacherForcing):
         sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
         # 2. Keys and values of the clean clip
         height, width = x.shape[3:]
-        cache: Any = model.new_kv_cache(2 * len(x), 2 * len(frames), height, width, of_window(-1, 0))
+        cache = model.new_kv_cache(2 * len(x), 2 * len(frames), height, width, of_window(-1, 0))
+        assert isinstance(cache, KVCache)  # a window's
         cache.advance(frames, text)
         model(past.repeat(2, 1, 1, 1, 1), torch.zeros_like(sigmas[0]), text, cache, mask=self.clean)
         # 3. The same frames again, noisy, by Euler steps of the guided flow

@@ -28,7 +28,7 @@ from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
 from experiments.caches import load_cache, outputs, store
-from experiments.caches.files import CacheError, RunError, claimed, replacing, require_held
+from experiments.caches.files import CacheError, Record, RunError, claimed, replacing, require_held
 from experiments.figures.folder import save_contact_sheet
 from experiments.figures.html_page import save_page
 from experiments.figures.style import REMEMBER
@@ -72,7 +72,7 @@ class LayerRun:
     """A notebook's run for one layer: all that its figures depend on, and where they go."""
 
     notebook: Path
-    inputs: dict[str, Any]  # notebook, cache, their hashes, parameters; not the code of the library
+    inputs: Record  # notebook, cache, their hashes, parameters; not the code of the library
     executed: Path
     figures: Path
 

@@ -1,13 +1,14 @@
 """Classes of heads by the rules of head-wise cache policies, and the mean queries that TriAttention needs."""
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from experiments.analysis import taxonomy
 from experiments.caches import files, load_cache, outputs
@@ -85,6 +86,18 @@ def dummy(mass: np.ndarray, newest: list[int], num: int) -> np.ndarray:
     return np.where(most(-np.maximum(first, middle), num) == 1, DUMMY, classes)
 
 
+@dataclass(frozen=True)
+class QuerySums:
+    """Sums over tokens of a layer's queries, float64."""
+
+    pairs: Tensor  # [H, D / 2, 2]
+    moduli: Tensor  # [H, D / 2]
+    tokens: int
+
+    def plus(self, other: "QuerySums") -> "QuerySums":
+        return QuerySums(self.pairs + other.pairs, self.moduli + other.moduli, self.tokens + other.tokens)
+
+
 def query_means(config: RunConfig) -> dict[str, np.ndarray]:
     """Roll a model out with its whole past; return q_mean_real, q_mean_imag, q_abs_mean [layers, H, D / 2].
 
@@ -93,20 +106,20 @@ def query_means(config: RunConfig) -> dict[str, np.ndarray]:
     # The statistics are of a rollout with the whole past.
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
     session = load(config).prepare()
-    sums: dict[int, Any] = {}
+    sums: dict[int, QuerySums] = {}
 
-    def add(layer: int, norm: Any, module: Any, inputs: Any, projected: torch.Tensor) -> None:
+    def add(layer: int, norm: nn.Module, module: nn.Module, inputs: object, projected: Tensor) -> None:
         # The hook sees projections before the norm and RoPE.
         q = norm(projected).double().unflatten(-1, (-1, 2))  # [B, L, H, D / 2, 2]
-        new = q.sum((0, 1)), q.norm(dim=-1).sum((0, 1)), projected[..., 0].numel()
-        sums[layer] = [a + b for a, b in zip(sums.get(layer, (0, 0, 0)), new, strict=True)]
+        of_pass = QuerySums(q.sum((0, 1)), q.norm(dim=-1).sum((0, 1)), projected[..., 0].numel())
+        sums[layer] = sums[layer].plus(of_pass) if layer in sums else of_pass
 
     for layer, block in enumerate(session.pipeline.model.blocks):
         block.self_attn.q.register_forward_hook(partial(add, layer, block.self_attn.norm_q))
     session.rollout(config)
     by_layer = [sums[layer] for layer in sorted(sums)]
-    pairs = torch.stack([total / count for total, _, count in by_layer]).float().cpu()
-    sizes = torch.stack([total / count for _, total, count in by_layer]).float().cpu()
+    pairs = torch.stack([total.pairs / total.tokens for total in by_layer]).float().cpu()
+    sizes = torch.stack([total.moduli / total.tokens for total in by_layer]).float().cpu()
     means = {"q_mean_real": pairs[..., 0], "q_mean_imag": pairs[..., 1], "q_abs_mean": sizes}
     return {name: values.numpy() for name, values in means.items()}
 
@@ -116,9 +129,9 @@ def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
     if config is not None:
         output = Path(args.output_path or f"outputs/head_classes/{args.rule}.npz")
         outputs.require_replaceable(output, outputs.Contents("table"), overwrite=args.overwrite)
-        means: dict[str, Any] = query_means(config)
+        means = query_means(config)
         with files.replacing(output) as file:
-            np.savez_compressed(file, **means)
+            np.savez_compressed(file, allow_pickle=False, **means)
         print(output)
         return
     output = Path(args.output_path or f"outputs/head_classes/{args.rule}.csv")

@@ -22,7 +22,7 @@ from experiments.analysis import published, stats
 from experiments.analysis.first_frame import matrices
 from experiments.analysis.panels import table
 from experiments.caches import load_cache
-from experiments.caches.files import save_report
+from experiments.caches.files import Record, save_report
 from experiments.caches.view import open_profiles
 from experiments.provenance import environment
 from experiments.running import cli
@@ -94,7 +94,7 @@ def change_of(fit: rw.MatrixFit, block: Block, edit: Any) -> np.ndarray:
 
 def forecast(fits: Mapping[str, rw.MatrixFit], blocks: list[Block], base: list[Block], edit: Any) -> dict:
     """Return r over heads by block of each method; of an edit, of what it changes of the base's blocks."""
-    r: dict[str, Any] = {"jittered": []}
+    r: dict[str, list[float | None]] = {"jittered": []}
     for name, fit in fits.items():
         by_block = []
         for block, unedited in zip(blocks, base, strict=True):
@@ -125,7 +125,7 @@ def of_published() -> dict[str, Any]:
     assert scores[RIDGE] == max(scores.values())
     rows = {n: matrices(views["eagle", LONG])[..., n : n + BLOCK, :n] for n in range(SHORT, LONG, BLOCK)}
     blocks = [Block(range(n, n + BLOCK), range(n), rw.first_excess(row)) for n, row in rows.items()]
-    found: dict[str, Any] = {"castle: r by ridge": {str(ridge): r for ridge, r in scores.items()}}
+    found: Record = {"castle: r by ridge": {str(ridge): r for ridge, r in scores.items()}}
     for prompt in ("eagle", "castle"):
         fits = fits_of(matrices(views[prompt, SHORT]), bands)
         found[f"eagle from {prompt}"] = forecast(fits, blocks, blocks, None)
@@ -137,7 +137,7 @@ def measure(directory: Path) -> dict[str, Any]:
     scenes = [miniature.held_out_scenes(kinds, CAPTIONS // 3) for kinds in miniature.SETS.values()]
     captions = [scene.caption for row in zip(*scenes, strict=True) for scene in row]
     weights = {"ckpt_dir": directory, "checkpoint_path": directory / "self_forcing_mini.pt"}
-    about: dict[str, Any] = {"captions": captions, "r": {}}
+    about: Record = {"captions": captions, "r": {}}
 
     def rollouts(length: int, policy: str, edit: Any) -> list[Any]:
         session = experiments.load(

@@ -22,7 +22,7 @@ from experiments import load, miniature
 from experiments.analysis import stats
 from experiments.analysis.drift import FROM, motion
 from experiments.analysis.panels import table
-from experiments.caches.files import save_report
+from experiments.caches.files import Record, save_report
 from experiments.provenance import environment
 from experiments.running import cli
 from wan.files import read_json
@@ -101,7 +101,7 @@ def measure(directory: Path, device: str, num_frames: int, pool: ProcessPoolExec
     """Roll out all policies of one training, and write the answers after each."""
     scenes, path = scenes_of(), folder / f"{directory.name}.json"
     pairs = [(scene, seed) for scene in scenes for seed in SEEDS]
-    report: dict[str, Any] = {"kinds": [scene.kind for scene in scenes], "answers": {}, "motion": {}}
+    report: Record = {"kinds": [scene.kind for scene in scenes], "answers": {}, "motion": {}}
     if path.exists():
         report = read_json(path)
     for name in (*POLICIES, RENDERED):
@@ -160,7 +160,7 @@ def findings_of(trainings: Mapping[str, Any]) -> dict[str, Any]:
     contrasts = stats.contrasts_of_trainings({name: less(trainings, *row) for name, row in CONTRASTS.items()})
     contrasts |= {name: stats.contrast_of_trainings(less(trainings, *row)) for name, row in BESIDE.items()}
     kinds = np.array(next(iter(trainings.values()))["kinds"])
-    policies: dict[str, Any] = {}
+    policies: dict[str, Record] = {}
     for policy, measure in product((*POLICIES, RENDERED), MEASURES):
         values = np.stack([values_of(one, policy, measure) for one in trainings.values()])
         row = policies.setdefault(policy, {})
