@@ -237,7 +237,8 @@ def query_profile(
     if noise and len(noise) < len(view.key_frames):  # else there is no context to tell them from
         highlighted = {noise_label(view.timestep, view.noise_levels.values()): axes.shown(noise)}
     about = subtitle(view.pass_label, query_frames)
-    return profile, Caption(view.quantity, about, highlighted, axes.unit, view.num_averages)
+    source = view.caption.source
+    return profile, Caption(view.quantity, about, highlighted, axes.unit, view.num_averages, source)
 
 
 def select_branch(cache: Mapping, branch: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from experiments.analysis.first_frame import context_sign_rate, first_frame_effe
 from experiments.analysis.measures import first_frame_mass
 from experiments.analysis.panels import HeadMap
 from experiments.analysis.taxonomy import kinds
-from experiments.caches import load_cache, view
+from experiments.caches import load_cache, titles, view
 
 QUESTIONS = {name: name for name in ("background", "shape", "direction", "landmark")}  # of the tracker
 QUESTIONS |= {"color": "colour", "crossing": "paths cross", "hides": "it hides"}
@@ -120,7 +120,7 @@ def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> Hea
         "head_control": "The same edit on another head",
     }
     return HeadStudy(
-        view.edits_in_words(cache["interventions"]),
+        titles.edits_in_words(cache["interventions"]),
         cache["layers"],
         np.stack([per_run[prompts == prompt].mean(0) for prompt in dict.fromkeys(cache["prompts"])]),
         float(np.nanmean(cache["floor"].numpy())),

@@ -47,7 +47,8 @@ class HeadStatistics(NamedTuple):
         """A row per head of statistics [H]; the last column marks those that earlier work called sinks."""
         names = ("first", "middle", "last", "first − middle", "first / middle", "first − last", "max at")
         columns: files.Record = {"head": range(len(self.first)), **dict(zip(names, self, strict=False))}
-        columns |= {"(max − min) / |mean|": self.spread, "sink": ["×" * int(c) for c in self.called_sinks]}
+        columns |= {"(max − min) / |mean|": self.spread}
+        columns["called a sink"] = ["×" * int(is_sink) for is_sink in self.called_sinks]
         return rows_of(columns)
 
 
@@ -81,7 +82,7 @@ def layer_rows(view: Profiles) -> list[dict[str, Any]]:
         row = {"layer": layer} | head_statistics(mean[None]).rows()[0]
         row |= {"max": np.nanmax(mean), "min": np.nanmin(mean)}
         row |= {"least std over heads": np.nanmin(over_heads), "largest": np.nanmax(over_heads)}
-        rows.append({name: value for name, value in row.items() if name not in ("head", "sink")})
+        rows.append({name: value for name, value in row.items() if name not in ("head", "called a sink")})
     return rows
 
 
@@ -251,6 +252,56 @@ def measure_heads(logits: Profiles | None, mass: Profiles | None) -> list[HeadMa
         queries = ALL_QUERIES if of_all_queries else ""
         maps.append(HeadMap(m.name, m.title, m.unit, m.scale, values, reason, queries))
     return maps
+
+
+MAIN = {  # what a figure of all heads shows, as questions; the table and the page have the other measures
+    "first_frame_effect": "How much more it gives frame 0 than distance explains: s",
+    "sign_rate": "How many of the past logits are above 0",
+    "wave_r2": "How much of its curve is RoPE's fastest wave: R²",
+    "first_context_mass": "How much of the mass on the past is on frame 0",
+}
+MOSTLY = 0.5  # R² above which a curve is mostly a wave
+
+
+def main_maps(maps: Sequence[HeadMap]) -> list[HeadMap]:
+    """Return the maps that a figure of all heads shows, with questions as titles."""
+    by_name = {panel.name: panel for panel in maps}
+    return [by_name[name]._replace(title=title) for name, title in MAIN.items()]
+
+
+def headline(maps: Sequence[HeadMap]) -> str:
+    """Say how many heads prefer frame 0, and how many are mostly a wave, as far as a cache tells."""
+    values = {panel.name: panel.values for panel in maps if panel.values is not None}
+    effect, waves = values.get("first_frame_effect"), values.get("wave_r2")
+    parts = []
+    if effect is not None:
+        count = int((effect > DELTA_THRESHOLD).sum())
+        parts.append(f"{count} give frame 0 over {DELTA_THRESHOLD:g} logits more than distance explains")
+    if waves is not None:
+        parts.append(f"{int((waves > MOSTLY).sum())} are mostly a wave of RoPE")
+    if not parts:
+        return "Measures of every head"
+    size = next(array.size for array in values.values())
+    return f"Of {size} heads {' and '.join(parts)}"
+
+
+def preference_title(older: HeadMap, newer: HeadMap) -> str:
+    """Say how many heads prefer frame 0 by an older measure, and by a newer one."""
+    counts = []
+    for panel in (older, newer):
+        if panel.values is not None:
+            counts.append(f"{int((panel.values > DELTA_THRESHOLD).sum())} by {panel.title}")
+    return f"Heads that prefer frame 0 by over {DELTA_THRESHOLD:g} logits: {', '.join(counts) or 'not told'}"
+
+
+def peak_title(view: Profiles) -> str:
+    """Say how many heads of a view are highest in frame 0, and in the queries' own block."""
+    highest = head_statistics(view.profiles()).max_frame
+    own = np.isin(highest, view.query_frames)
+    first = (highest == 0) & ~own
+    return (
+        f"Of {highest.size} heads {first.sum()} are highest in frame 0, {own.sum()} in the queries' own block"
+    )
 
 
 def measure_rows(maps: Sequence[HeadMap]) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ import numpy as np
 
 from experiments.caches.files import CacheError
 from experiments.caches.formats import as_cache
-from experiments.caches.view import Profiles, open_profiles, ranges
+from experiments.caches.titles import ranges
+from experiments.caches.view import Profiles, open_profiles
 
 ALL_QUERIES = "all query frames"  # queries of a panel that are more than the last block's
 UNITS = {

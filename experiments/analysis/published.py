@@ -13,7 +13,8 @@ from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadPanel
 from experiments.caches.files import CacheError
-from experiments.caches.view import Profiles, ranges
+from experiments.caches.titles import ranges
+from experiments.caches.view import Profiles
 from wan.errors import library_reads
 from wan.files import MAX_COUNT, read_text
 

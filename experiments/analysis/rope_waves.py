@@ -228,7 +228,7 @@ def _mean_rows(matrix: np.ndarray, queries: range, fit: MatrixFit) -> tuple[np.n
 
 def amplitude_maps(view: Profiles | None) -> list[panels.HeadMap]:
     """Return amplitude [layers, H] of every band that fits into the context, and R²; or one absent map."""
-    frequencies, title = np.empty(0), "R² of the waves"
+    frequencies, title = np.empty(0), "all waves: R²"
     if view is not None:
         curves, distances = last_block_context(view.profiles(), view.block_sizes)
         frequencies = fitted_frequencies(view, len(distances))
@@ -238,7 +238,17 @@ def amplitude_maps(view: Profiles | None) -> list[panels.HeadMap]:
         ]
     waves = fit_waves(curves, distances, frequencies)
     maps = [
-        panels.HeadMap(f"amplitude_{b}", f"amplitude, period {2 * np.pi / w:.1f}", "logits", "sequential", a)
+        panels.HeadMap(f"amplitude_{b}", f"wave of period {2 * np.pi / w:.1f}", "logits", "sequential", a)
         for b, (w, a) in enumerate(zip(frequencies, np.moveaxis(waves.amplitude, -1, 0), strict=True))
     ]
-    return [*maps, panels.HeadMap("waves_r2", title, "", "share", r_squared(curves, waves.at(distances)))]
+    r2 = r_squared(curves, waves.at(distances))
+    return [*maps, panels.HeadMap("waves_r2", title, "share of variance", "share", r2)]
+
+
+def wave_title(maps: Sequence[panels.HeadMap]) -> str:
+    """Say how much of the curve of the median head the waves of amplitude_maps() explain."""
+    r2 = maps[-1].values
+    if r2 is None or not np.isfinite(r2).any():
+        return "Waves of temporal RoPE"
+    share = stats.percent(float(np.nanmedian(r2)))
+    return f"Waves of temporal RoPE explain {share} of the past's curve in the median head"

@@ -16,7 +16,7 @@ from experiments.caches.view import Profiles, open_profiles, require_alike
 
 MAKE = "python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --seeds 0 1"
 PUBLISHED = tuple(f"self_forcing_dmd_{name}_21f.pt" for name in ("castle", "eagle"))
-MEASURES = {"effect": "Effect s", "delta": "First − middle"}
+MEASURES = {"effect": "First-frame effect s", "delta": "First − middle"}
 
 Views = Mapping[str, Profiles]
 Measures = Mapping[str, np.ndarray]  # name -> [atlases, N, H], logits
@@ -82,11 +82,27 @@ def sweep_maps(measures: Measures) -> list[HeadMap]:
         ratio = stability(values)
         log_ratio = np.log10(np.where(ratio > 0, ratio, np.nan))  # 0 where mean and spread are alike
         maps += [
-            HeadMap(f"{name}_mean", f"{title}: mean", "logits", "diverging", mean),
-            HeadMap(f"{name}_spread", f"{title}: spread", "logits", "sequential", spread),
-            HeadMap(f"{name}_stability", f"{title}: |mean| / spread", "log₁₀", "diverging", log_ratio),
+            HeadMap(f"{name}_mean", f"{title}, mean", "logits", "diverging", mean),
+            HeadMap(f"{name}_spread", "Spread over atlases", "logits", "sequential", spread),
+            HeadMap(
+                f"{name}_stability",
+                "|mean| / spread",
+                "log₁₀; red: above 1",
+                "diverging",
+                log_ratio,
+            ),
         ]
     return maps
+
+
+def sweep_title(measures: Measures) -> str:
+    """Say how many heads have a mean above its spread over atlases."""
+    counts = []
+    for name, values in measures.items():
+        stable = int((stability(values) > 1).sum())
+        counts.append(f"{stable} in {MEASURES[name]}")
+    atlases, *shape = next(iter(measures.values())).shape
+    return f"Of {np.prod(shape)} heads more than they vary over {atlases} atlases: {', '.join(counts)}"
 
 
 def sweep_rows(measures: Measures) -> list[dict[str, Any]]:
@@ -135,6 +151,28 @@ def kind_maps(views: Views, thresholds: taxonomy.Thresholds, reference: str) -> 
             differs = of_heads != labels[reference]
         panels.append(LabelMap(name, taxonomy.KINDS, of_heads, differs=differs))
     return panels
+
+
+def kinds_title(panels: Sequence[LabelMap], reference: str) -> str:
+    """Say how many heads of the other models are of another kind than in the reference."""
+    counts = {panel.title: int(panel.differs.sum()) for panel in panels if panel.differs is not None}
+    labels = panels[0].labels
+    if not counts or labels is None:
+        return ""
+    least, most = (choose(counts, key=counts.__getitem__) for choose in (min, max))
+    title = (
+        f"Of {labels.size} heads {counts[least]} ({least}) to {counts[most]} ({most}) are of another kind "
+    )
+    return f"{title}than in {reference}"
+
+
+def moved_title(distances: Sequence[HeadMap], reference: str) -> str:
+    """Say which model's heads are farthest from the reference's, and which nearest."""
+    shown = [(panel.name, panel.values) for panel in distances if panel.values is not None]
+    means = {name: float(np.nanmean(values)) for name, values in shown}
+    near, far = (choose(means, key=means.__getitem__) for choose in (min, max))
+    title = f"Heads differ from {reference} by {means[near]:.2f} logits on average in {near}, "
+    return f"{title}by {means[far]:.2f} in {far}"
 
 
 def model_rows(

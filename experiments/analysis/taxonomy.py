@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analysis import first_frame, panels
+from experiments.analysis import first_frame, panels, stats
 from experiments.caches.files import Record
 from experiments.caches.view import Profiles
 from wan import errors, files
@@ -121,7 +121,7 @@ def _beside_published(
         return ours, published
     ours = ours._replace(missing_reason="")
     if labels is not None:
-        title = f"{ours.title}, {agreement(our_labels, labels):.1%} agree"
+        title = f"{ours.title}: {stats.percent(agreement(our_labels, labels))} as published"
         ours = ours._replace(title=title, differs=our_labels != labels)
     return ours, published
 

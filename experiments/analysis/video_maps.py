@@ -7,7 +7,8 @@ import numpy as np
 
 from experiments.analysis import prompt_words
 from experiments.caches import files, formats
-from experiments.caches.view import Profiles, edits_in_words, pass_name, short_source, source_of
+from experiments.caches.titles import edits_in_words
+from experiments.caches.view import Profiles, pass_name, short_source, source_of
 from wan.errors import short_repr
 
 UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·k/√D"}

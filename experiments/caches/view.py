@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.caches import files, formats, frames
+from experiments.caches import files, formats, frames, titles
 from wan.blocks import block_frames, block_of_frame, block_ranges, window_levels
 from wan.errors import require_known
 
 NOTHING: Mapping[str, Sequence[int]] = MappingProxyType({})
-LONGEST_WORDS = 100  # of edits in a subtitle
+LONGEST_WORDS = 100  # letters of a prompt in a subtitle
 
 
 # --- Captions: quantity, pass and queries, frames to point out
@@ -40,22 +40,6 @@ class Caption:
         return "; ".join(filter(None, (self.subtitle, self.source)))
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0–2, 5"."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    texts = []
-    for first, last in parts:
-        texts.append(f"{first}–{last}")
-        if first == last:
-            texts[-1] = str(first)
-    return ", ".join(texts)
-
-
 def pass_name(step: int | None, timestep: float | None, is_clean: bool | None) -> str:
     """Return "pass 0 (t = 1000)" or "clean pass (t = 0)"; a denoising one at t = 0 says so."""
     name = f"pass {step}"
@@ -73,7 +57,7 @@ def pass_name(step: int | None, timestep: float | None, is_clean: bool | None) -
 def subtitle(pass_label: str, query_frames: Sequence[int]) -> str:
     """Return pass and queries in one line: "clean pass (t = 0), query frame 3"."""
     noun = "query frames" if len(query_frames) > 1 else "query frame"
-    return f"{pass_label}, {noun} {ranges(query_frames)}"
+    return f"{pass_label}, {noun} {titles.ranges(query_frames)}"
 
 
 def noise_label(timestep: float | None, levels: Iterable[float | None] = ()) -> str:
@@ -84,16 +68,6 @@ def noise_label(timestep: float | None, levels: Iterable[float | None] = ()) -> 
     if timestep is None:
         return "own block (noise)"
     return f"own block (noise at t = {timestep:.4g})"
-
-
-def edits_in_words(interventions: Mapping[str, Any] | None) -> str:
-    """Return what was edited, short enough for a subtitle, with the hash that tells edits apart."""
-    if not interventions:
-        return ""
-    words = str(interventions.get("words", "not said"))
-    if len(words) > LONGEST_WORDS:
-        words = f"{words[: LONGEST_WORDS - 3]}..."
-    return f"{words} ({interventions.get('hash', 'no hash')})"
 
 
 def source_of(cache: formats.Cache) -> str:
@@ -156,6 +130,7 @@ class Profiles:
     notes: tuple[str, ...]
     settings: Mapping[str, object]  # of the rollout, those that caches keep; {} where the file has none
     edits: str  # of an edited run what was done, in words; nothing otherwise
+    edits_hash: str  # which tells edits of the same words apart
     rolling_timesteps: tuple[float, ...]  # of a rolling window's blocks; () of other samplers
     num_averages: int  # keys that are averages of evicted frames; 0 but under some cache policies
     _read: Callable[[int], LayerValues]
@@ -335,7 +310,8 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         source=source_of(typed),
         notes=tuple(notes),
         settings=typed.config or {},
-        edits=edits_in_words(typed.interventions),
+        edits=titles.edits_in_words(typed.interventions),
+        edits_hash=(typed.interventions or {}).get("hash", ""),
         rolling_timesteps=tuple(typed.rolling_timesteps or ()),
         num_averages=part.num_averages,
         _read=remember(part.read),

@@ -291,11 +291,10 @@ def placebo_strips(effect: np.ndarray, placebos: np.ndarray, frames: Sequence[in
     st.label_places(means.xaxis, range(columns[-1] + 1))
     _mark_absent(means, columns, mean[columns])
     strips.tick_params(labelbottom=False)
-    largest = float(np.nanmax(np.abs(mean[columns[1:]])))
-    title = (
-        f"Frame 0 gets {signed(mean[0])} logits more than its distance explains; other early key frames, the "
-    )
-    title += f"placebos, at most {largest:.2f} in size"
+    title = f"Frame 0 gets {signed(mean[0])} logits more than its distance explains"
+    others = np.abs(mean[columns[1:]])
+    if np.isfinite(others).any():
+        title += f"; other early key frames, the placebos, at most {np.nanmax(others):.2f} in size"
     st.label_figure(figure, [means], title, subtitle, legend=st.handles(means))
     return figure
 
@@ -330,9 +329,9 @@ def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, subtitle=
     _mark_absent(right, np.arange(contrasts.shape[1]), mean)
     for axis in (left, right):
         axis.axhline(0, color="0.4", linewidth=0.8)
-    title = f"Frame 0 is {signed(mean[0])} logits above what the frames after it lead to expect"
-    if len(mean) > 1:
-        title += f", frame 1 {signed(mean[1])}"
+    title = "Frame 0 against other frames"
+    if np.isfinite(mean[0]):
+        title = f"Frame 0 is {signed(mean[0])} logits above what the frames after it lead to expect"
     note = "mean over heads, all query frames; bands and lines: 95 % interval of the mean"
     st.label_figure(figure, [], title, subtitle, legend=st.handles(right), note=note)
     return figure

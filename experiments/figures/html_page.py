@@ -29,7 +29,6 @@ from experiments.caches.legacy import UNRECORDED
 from experiments.caches.view import (
     Profiles,
     average_names,
-    edits_in_words,
     open_passes,
     require_alike,
     short_source,
@@ -461,7 +460,7 @@ def differing_fields(maps: MapsCache, view: Profiles) -> list[str]:
     if maps.config and view.settings:
         names = sorted({*maps.config, *view.settings})
         differing += [name for name in names if maps.config.get(name) != view.settings.get(name)]
-    if edits_in_words(maps.interventions) != view.edits:
+    if (maps.interventions or {}).get("hash", "") != view.edits_hash:
         differing.append("interventions")
     return differing
 

@@ -228,7 +228,7 @@ def test_the_published_atlas(tmp_path):
     assert drawn.keys() == always(1)
     assert row_of(printed, "heads", "above", "all", "placebos")[-1] == "15"
     assert sum(map(int, row_of(printed, "anchor")[2:5])) == int(row_of(printed, "anchor")[1])
-    assert "amplitude, period 14.5" in drawn["waves.svg"]
+    assert "Wave of period 14.5" in drawn["waves.svg"]
     assert "published, Pyramid Forcing" in drawn["kinds_of_heads.svg"]
     assert "absent: attention mass: no mass in this cache" in drawn["layer1_logits_and_mass.svg"]
     assert all(f"Layer {layer} " in drawn["profile_strips.svg"] for layer in (1, 20))
@@ -260,7 +260,7 @@ def test_a_sweep_over_a_folder(tmp_path):
         save_cache(tmp_path / f"{name}.pt", synthetic_caches.atlas())
     printed, drawn = run("sweep", tmp_path, SWEEP_DIR=str(tmp_path), HEADS=[[1, 2, "L1H2"]])
     assert "3 atlases: a, b, d\n" in printed
-    assert [float(cell) for cell in row_of(printed, "Effect", "s")[2:5]] == [1, 1, 1]
+    assert [float(cell) for cell in row_of(printed, "First-frame", "effect", "s")[3:6]] == [1, 1, 1]
     assert drawn.keys() == {"sweep_measures.svg", "sweep_figure4.svg"}
     assert "L1H2: layer 1, head 2" in drawn["sweep_figure4.svg"]
 
@@ -313,7 +313,8 @@ def test_an_edit_is_run_and_shown(tiny, tmp_path):
     names = ("strips", "attention", "effects", "causal_atlas", "hidden_shapes", "head_budgets")
     names += ("attribution", "attribution_against")
     assert drawn.keys() == {f"{name}.svg" for name in names}
-    assert "edited: Knockout(layers=1" in drawn["attention.svg"]
+    edit = "keys of the first frame left out, in layer 1, in denoising passes"
+    assert f"edited: {edit}" in drawn["attention.svg"] and edit in drawn["strips.svg"]
 
 
 def test_policies_are_drawn(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from experiments import run_intervention
 from experiments.analysis import published
 from experiments.base_session import BaseSession
-from experiments.caches import load_cache, save_cache
+from experiments.caches import load_cache, save_cache, titles
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.edits import edited
@@ -40,7 +40,8 @@ def test_an_edited_atlas_says_so_and_shows_what_the_softmax_saw(tiny, tmp_path):
     assert not cache["frame_mass"][1, 0, 0, 3:, 0].any()
     assert cache["frame_logits"][1, 0, 0, 3:, 0].isnan().all()
     view = open_profiles(cache)
-    assert view.caption.subtitle.endswith(f"edited: {EDIT} ({cache['interventions']['hash']})")
+    assert view.caption.subtitle.endswith(f"edited: {titles.edit_in_words(EDIT.to_dict())}")
+    assert view.edits_hash == cache["interventions"]["hash"]
     assert "this run was edited" in published.curves_for(view, published.FOLDER / published.FIGURE4_CSV)[1]
     with intervene(EDIT):  # one's own context is recorded too
         again = session.generate(requests=requests)
