@@ -1,5 +1,6 @@
 """Heads and layers: profiles, frame matrices, keys of a cache policy, words of the prompt, RoPE bands."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -43,6 +44,11 @@ def head_curves(
     title: str | None = None,
 ) -> Figure:
     """Draw Figure 4: a panel per head, tokens where known, a reference, pictures [h, w, 3] below."""
+    if title is None:
+        title = f"{st.NAMES[caption.quantity].capitalize()} of single heads"
+    if not st.has_room(len(panels)):
+        bands = {panel.label: panel.profile[None] for panel in panels}
+        return _curves_as_map(bands, caption, title, "Head", "means of key frames alone, for want of room")
     figure, axes = st.panels(len(panels), columns=2, size=(4.5, 2.6))
     wide = figure.get_figwidth() / st.rows_and_columns(figure)[1] - 0.7  # inches, of an axis of frames
     legend: dict[str, Artist] = {}
@@ -74,10 +80,38 @@ def head_curves(
         legend |= st.handles(axis) | marks
         if pictures and axis.xaxis.get_tick_params()["labelbottom"]:
             st.picture_strip(axis, pictures, wide)
-    if title is None:
-        title = f"{st.NAMES[caption.quantity].capitalize()} of single heads"
     st.label_figure(figure, axes, title, caption.about, legend=legend)
     return figure
+
+
+def _curves_as_map(
+    bands: Mapping[str, np.ndarray], caption: view.Caption, title: str, y: str, note: str = ""
+) -> Figure:
+    """Draw curves that are too many for panels as one heat map: a row [1, F + averages] for each name."""
+    values = np.concatenate(list(bands.values()))
+    colors = st.color_scale(values, caption.quantity, st.PERCENTILE)
+    figure, (axis,) = st.maps_of_bands({"": st.Bands(bands, st.LABELS[caption.quantity], colors)})
+    legend = _mark_frames(axis, values.shape[1], caption)
+    x = f"Key frame ({caption.unit})"
+    st.label_figure(figure, [axis], title, caption.about, y, st.grey_legend(values) | legend, x, note)
+    return figure
+
+
+def _mark_frames(axis: Axes, columns: int, caption: view.Caption) -> dict[str, Artist]:
+    """Mark where highlighted frames and averages begin on a heat map; return their legend."""
+    F = columns - caption.averages
+    st.label_places(axis.xaxis, [*range(F), *["μ"] * caption.averages])
+    legend = _mark_beginnings(axis, caption.highlighted_frames)
+    return legend | st.mark_averages(axis, F, caption.averages)
+
+
+def _mark_beginnings(axis: Axes, highlighted_frames: Mapping[str, Sequence[int]]) -> dict[str, Artist]:
+    """Draw a line on a heat map where highlighted frames begin; return the legend."""
+    legend: dict[str, Artist] = {}
+    for text, frames in highlighted_frames.items():
+        axis.axvline(min(frames) - 0.5, linewidth=1, **DASHED)
+        legend[text] = Line2D([], [], label=f"from here: {text}", linewidth=1, **DASHED)
+    return legend
 
 
 def _draw_profile(axis: Axes, panel: HeadPanel, caption: view.Caption, title="") -> dict[str, Artist]:
@@ -158,6 +192,10 @@ def head_grid(
 ) -> Figure:
     """Draw a small panel per row of profiles [n, F + averages], each on its own scale."""
     n, F = profiles.shape[0], profiles.shape[1] - caption.averages
+    parts = [f"Layer {layer}, {n} heads: {st.NAMES[caption.quantity]}", note]
+    if not st.has_room(n):
+        bands = dict(zip(titles, profiles[:, None], strict=True))
+        return _curves_as_map(bands, caption, "; ".join(filter(None, parts)), "Head")
     figure, axes = st.panels(n, columns=4 if n <= 16 else 6, size=(2.5, 1.4))
     legend: dict[str, Artist] = {}
     for axis, values, title in zip(axes, profiles, titles, strict=True):
@@ -168,8 +206,7 @@ def head_grid(
             axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=st.BLUE, linewidth=0)
         axis.yaxis.set_major_locator(MaxNLocator(3))
         legend |= _finish_profile(axis, values[:F], values[F:], caption, title)
-    parts = [f"Layer {layer}, {n} heads: {st.NAMES[caption.quantity]}", note, "scales differ"]
-    title = "; ".join(part for part in parts if part)
+    title = "; ".join(filter(None, [*parts, "scales differ"]))
     x, y = f"Key frame ({caption.unit})", st.LABELS[caption.quantity]
     st.label_figure(figure, axes, title, caption.about, y, legend, x)
     return figure
@@ -178,6 +215,10 @@ def head_grid(
 @st.styled
 def sweep_curves(profiles: Mapping[str, np.ndarray], caption: view.Caption, names: Sequence[str]) -> Figure:
     """Draw a panel per head of profiles [atlases, F + averages]: mean, deviation (n − 1), each atlas."""
+    title = f"{st.NAMES[caption.quantity].capitalize()} over {len(names)} atlases"
+    if not st.has_room(len(profiles)):
+        bands = {head: values.mean(0, keepdims=True) for head, values in profiles.items()}
+        return _curves_as_map(bands, caption, f"{title}, their mean", "Head")
     columns, size = 4, (2.5, 1.4)
     if len(profiles) <= 4:
         columns, size = 2, (4.5, 2.4)
@@ -195,7 +236,6 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: view.Caption, name
     note = "grey lines: each atlas"
     if len(names) <= 4:
         note = f"grey lines: {', '.join(names)}"
-    title = f"{st.NAMES[caption.quantity].capitalize()} over {len(names)} atlases"
     st.label_figure(figure, axes, title, caption.about, st.LABELS[caption.quantity], legend, note=note)
     return figure
 
@@ -204,6 +244,8 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: view.Caption, name
 def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: view.Caption) -> Figure:
     """Draw the mean over heads of profiles [N, H, F + averages] in a band: std, or middle 80 % of masses."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
+    if not st.has_room(N):
+        return _layers_as_maps(profiles, layers, caption)
     columns, size, ticks = 6, (1.7, 1.2), 3
     if N <= 4:
         columns, size, ticks = 2, (4.5, 2.2), 6
@@ -232,6 +274,25 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: view.
     if N > 1:
         title += "; scales differ"
     st.label_figure(figure, axes, title, caption.about, st.LABELS[caption.quantity], legend)
+    return figure
+
+
+def _layers_as_maps(profiles: np.ndarray, layers: Sequence[int], caption: view.Caption) -> Figure:
+    """Draw mean and standard deviation over heads of profiles [N, H, F + averages], a row a layer."""
+    label = st.LABELS[caption.quantity]
+    parts = {}
+    for name, values in {"mean over heads": profiles.mean(1), "standard deviation": profiles.std(1)}.items():
+        quantity = caption.quantity if name == "mean over heads" else "deviation"  # from 0 up
+        colors = st.color_scale(values, quantity, st.PERCENTILE)
+        rows = {str(layer): row[None] for layer, row in zip(layers, values, strict=True)}
+        parts[name] = st.Bands(rows, label, colors)
+    figure, axes = st.maps_of_bands(parts)
+    legend = st.grey_legend(profiles)
+    for axis in axes:
+        legend |= _mark_frames(axis, profiles.shape[2], caption)
+    title = f"{st.NAMES[caption.quantity].capitalize()} over {profiles.shape[1]} heads, by layer"
+    x = f"Key frame ({caption.unit})"
+    st.label_figure(figure, axes, title, caption.about, "Layer", legend, x)
     return figure
 
 
@@ -292,7 +353,23 @@ def layer_statistics(
 @st.styled
 def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *, of_paper=True) -> Figure:
     """Draw frame 0's excess over the other context frames against the block of queries, a panel a head."""
-    figure, axes = st.panels(len(blocks), columns=1, size=(7.0, 1.6))
+    x, y = "Middle query frame of the block (latent)", "Frame 0 − other context (logits)"
+    if not st.has_room(len(blocks), same_scale=True):
+        starts = next(iter(blocks.values())).starts
+        values = np.stack(
+            [[block.measured, block.predicted] for block in blocks.values()], 1
+        )  # [2, heads, n]
+        colors = st.color_scale(values, "mean_logit", st.PERCENTILE)
+        parts = {
+            name: st.Bands(dict(zip(blocks, of_part[:, None], strict=True)), "logits", colors)
+            for name, of_part in zip(("measured", "waves + s"), values, strict=True)
+        }
+        figure, axes = st.maps_of_bands(parts)
+        for axis in axes:
+            st.label_places(axis.xaxis, starts + 1)
+        st.label_figure(figure, axes, f"{title}: {y}", subtitle, "Head", x=x)
+        return figure
+    figure, axes = st.panels(len(blocks), columns=1, size=(7.0, 1.6), same_scale=True)
     for axis, (name, (starts, measured, predicted)) in zip(axes, blocks.items(), strict=True):
         middles = starts + 1
         colors = [st.ORANGE if start == SHOWN else "0.6" for start in starts]
@@ -301,7 +378,6 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *,
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set(xlim=(starts[0] - 1, starts[-1] + 3), title=name)
         st.label_places(axis.xaxis, middles, places=middles)
-    st.hide_inner_labels(figure, axes)
     queries = f"queries {SHOWN}–{SHOWN + 2}"
     if of_paper:
         queries += ", those of the paper"
@@ -310,7 +386,6 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *,
         "shown": Patch(color=st.ORANGE, label=queries),
         "predicted": Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="waves + s"),
     }
-    x, y = "Middle query frame of the block (latent)", "Frame 0 − other context (logits)"
     st.label_figure(figure, axes, title, subtitle, y, legend, x)
     return figure
 
@@ -325,12 +400,15 @@ def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="") ->
     for name, block in parts.items():
         head, _, queries = name.rpartition(", ")
         heads.setdefault(head, {})[queries] = block
-    figure, axes = st.panels(len(heads), columns=1, size=(7.0, 1.7))
+    if not st.has_room(len(heads), same_scale=True, columns=1):
+        return _parts_as_maps(heads, title, subtitle)
+    figure, axes = st.panels(len(heads), columns=1, size=(7.0, 1.7), keep=True, same_scale=True)
+    inch = (sum(len(part.measured) + 2 for part in next(iter(heads.values())).values())) / figure.panel_width
     values = np.concatenate([[b.waves[0] + b.s, *b.measured, *b.waves, 0] for b in parts.values()])
     bottom, top = values.min() - 0.5, values.max() + 0.5
     height = top - bottom
     for axis, (head, blocks) in zip(axes, heads.items(), strict=True):
-        axis.set(ylim=(bottom, top + 0.2 * height), title=head)  # above: which queries
+        axis.set(ylim=(bottom, top + 0.35 * height), title=head)  # above: which queries
         ticks: dict[float, str] = {}
         left = 0
         for queries, block in blocks.items():
@@ -339,14 +417,14 @@ def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="") ->
             st.bars(axis, block.measured, colors, places=frames)
             axis.plot(frames, block.waves, "o-", color=st.BLUE, markersize=2.5)
             axis.plot([left, left], [block.waves[0], block.waves[0] + block.s], color=st.RED, linewidth=2.5)
-            label = axis.text(left - 0.4, top + 0.1 * height, queries, va="center", fontsize=st.SMALL)
+            words = st.wrapped(queries, st.SMALL, len(frames) / inch)
+            label = axis.text(left - 0.4, top + 0.17 * height, words, va="center", fontsize=st.SMALL)
             label.set_in_layout(False)  # it is inside the panel
             ticks |= {left + frame: str(frame) for frame in range(0, len(frames), 3)}
             left += len(frames) + 2
         axis.axhline(0, color=st.DARK, linewidth=0.6)
         axis.set_xlim(-1, left - 2)
         st.label_places(axis.xaxis, ticks.values(), places=ticks)
-    st.hide_inner_labels(figure, axes)
     legend: dict[str, Artist] = {
         "first": Patch(color=st.ORANGE, label="measured, frame 0"),
         "others": Patch(color=st.GREY, label="measured, other context"),
@@ -354,6 +432,26 @@ def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="") ->
         "s": Line2D([], [], color=st.RED, linewidth=2.5, label="s, at frame 0"),
     }
     st.label_figure(figure, axes, title, subtitle, "Mean logit", legend)
+    return figure
+
+
+def _parts_as_maps(heads: Mapping[str, Mapping[str, PartsPanel]], title: str, subtitle: str) -> Figure:
+    """Draw context curves beside their waves, a band a head, with a row for each block of queries."""
+    measured, forecast = {}, {}
+    for head, blocks in heads.items():
+        F = max(len(block.measured) for block in blocks.values())
+        measured[head], forecast[head] = np.full((2, len(blocks), F), np.nan)
+        for row, block in enumerate(blocks.values()):
+            measured[head][row, : len(block.measured)] = block.measured
+            forecast[head][row, : len(block.waves)] = block.waves
+            forecast[head][row, 0] += block.s
+    values = np.concatenate([*measured.values(), *forecast.values()])
+    colors = st.color_scale(values, "mean_logit", st.PERCENTILE)
+    parts = {"measured": measured, "waves + s": forecast}
+    bands = {name: st.Bands(part, "Mean logit", colors) for name, part in parts.items()}
+    figure, axes = st.maps_of_bands(bands)
+    note = f"rows of a head, from above: {', '.join(next(iter(heads.values())))}"
+    st.label_figure(figure, axes, title, subtitle, "Head", st.grey_legend(values), note=note)
     return figure
 
 
@@ -369,6 +467,17 @@ class HeadPair(NamedTuple):
 @st.styled
 def heads_by_agreement(r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], title: str) -> Figure:
     """Draw the sorted r of all heads, a line for each name, and some heads' curves beside the published."""
+    if not st.has_room(1 + len(worst)):
+        values = np.stack([[pair.published, pair.ours] for pair in worst], 1)  # [2, heads, n]
+        colors = st.color_scale(values, "mean_logit", st.PERCENTILE)
+        names = [f"{pair.name}, r = {pair.r:.2f}" for pair in worst]
+        parts = {
+            name: st.Bands(dict(zip(names, of_part[:, None], strict=True)), "Mean logit", colors)
+            for name, of_part in zip(("published", "here"), values, strict=True)
+        }
+        figure, axes = st.maps_of_bands(parts)
+        st.label_figure(figure, axes, title, y="Head")
+        return figure
     figure, axes = st.panels(1 + len(worst), 3, (3.0, 2.0))
     for name, values in r.items():
         ordered = np.sort(values[np.isfinite(values)])
@@ -430,22 +539,32 @@ def frame_maps(
         axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, zorder=0, **st.HATCH))
         st.label_figure(figure, [], title, caption.about, note="absent: no frame matrix in this cache")
         return figure
-    # 3. A panel a head; square cells where queries are about as many as keys
-    is_square = rows > F / 2
-    columns, size = 6, (1.6, 1.5 if is_square else 1.1)
-    if H == 1:
-        columns, size = 1, (5.0, 2.4)
-    elif H <= 16:
-        columns, size = 4, (2.2, 1.9 if is_square else 1.4)
-    figure, axes = st.panels(H, columns, size, sharex=True, sharey=True)
-    if is_square and H > 1:
-        st.shape_square(figure)
     x = f"Key frame ({caption.unit})"
     columns_of_keys = [*map(str, range(F)), *["μ"] * averages]
     if keys is not None:
         x, columns_of_keys = _keys_label(key_axis, keys), list(keys)
     colors = st.color_scale(matrices, caption.quantity)
     legend = st.grey_legend(matrices)
+    # 3. More heads than a page has room for: one map
+    if not st.has_room(H, same_scale=True):
+        names = [head if isinstance(head, str) else f"H{head}" for head in heads]
+        bands = dict(zip(names, matrices, strict=True))
+        figure, (axis,) = st.maps_of_bands({"": st.Bands(bands, st.LABELS[caption.quantity], colors)})
+        st.label_places(axis.xaxis, columns_of_keys)
+        legend |= st.mark_averages(axis, F, averages)
+        note = f"rows of a head, from above: query frames {query_frames[0]} to {query_frames[-1]}"
+        st.label_figure(figure, [axis], title, caption.about, "Head", legend, x, note)
+        return figure
+    # 4. A panel a head; square cells where queries are about as many as keys
+    is_square = rows > F / 2
+    columns, size = 6, (1.6, 1.5 if is_square else 1.1)
+    if H == 1:
+        columns, size = 1, (5.0, 2.4)
+    elif H <= 16:
+        columns, size = 4, (2.2, 1.9 if is_square else 1.4)
+    figure, axes = st.panels(H, columns, size, same_scale=True)
+    if is_square and H > 1:
+        st.shape_square(figure)
     for head, axis, values in zip(heads, axes, matrices, strict=True):
         image = st.heat_map(axis, values, equal=is_square, **colors)
         if isinstance(head, str):
@@ -471,41 +590,70 @@ def profile_heat_maps(
 ) -> Figure:
     """Draw a panel per map, a row per head; panels of one quantity share one colour scale."""
     shown = [(panel, panel.values) for panel in panels if panel.values is not None]
-    figure, axes = _heat_panels([(panel.quantity, values) for panel, values in shown], columns)
-    legend: dict[str, Artist] = {}
-    for axis, (panel, values) in zip(axes, shown, strict=True):
-        F = values.shape[1] - panel.averages
-        axis.set_title(panel.title)
-        legend |= st.grey_legend(values)
-        for text, frames in highlighted_frames.items():
-            axis.axvline(min(frames) - 0.5, linewidth=1, **DASHED)
-            legend[text] = Line2D([], [], label=f"from here: {text}", linewidth=1, **DASHED)
-        st.label_places(axis.xaxis, [*range(F), *["μ"] * panel.averages])
-        legend |= st.mark_averages(axis, F, panel.averages)
     note = st.missing_note((panel.title, panel.missing_reason) for panel in panels if panel.values is None)
-    st.label_figure(figure, axes, title, subtitle, "Head", legend, note=note)
+    y, places = "Head", [panel for panel, _ in shown]
+    if st.has_room(len(shown), same_scale=True):
+        figure, axes = _heat_panels([(panel.quantity, values) for panel, values in shown], columns)
+        for axis, (panel, _) in zip(axes, shown, strict=True):
+            axis.set_title(panel.title)
+    else:
+        bands: dict[str, dict[str, np.ndarray]] = {}
+        for panel, values in shown:
+            bands.setdefault(panel.quantity, {})[panel.title] = values
+        figure, axes = _maps_by_quantity(bands)
+        y, places = "A row a head", [places[0]] * len(axes)
+    legend: dict[str, Artist] = {}
+    for axis, panel in zip(axes, places, strict=True):
+        F = panel.values.shape[1] - panel.averages
+        st.label_places(axis.xaxis, [*range(F), *["μ"] * panel.averages])
+        legend |= _mark_beginnings(axis, highlighted_frames) | st.mark_averages(axis, F, panel.averages)
+    for _, values in shown:
+        legend |= st.grey_legend(values)
+    st.label_figure(figure, axes, title, subtitle, y, legend, note=note)
     return figure
+
+
+def _maps_by_quantity(bands: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[Figure, list[Axes]]:
+    """Draw bands [H, F] of each quantity in one heat map, with a colour scale of its own."""
+    parts = {}
+    for quantity, of_quantity in bands.items():
+        cells = np.concatenate([band.ravel() for band in of_quantity.values()])
+        colors = st.color_scale(cells, quantity, st.PERCENTILE)
+        title = st.NAMES[quantity] if len(bands) > 1 else ""
+        parts[title] = st.Bands(of_quantity, st.LABELS[quantity], colors)
+    return st.maps_of_bands(parts)
 
 
 @st.styled
 def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str, subtitle="") -> Figure:
     """Draw a panel per layer, a row per head; the strip above marks sinks, memories and choices."""
-    figure, axes = _heat_panels([(quantity, panel.values) for panel in panels.values()], None)
+    # The strip of marks lies above row 0 of a layer, whose upper edge is at -0.5
+    H = max((len(panel.values) for panel in panels.values()), default=1)
+    tall = max(1, math.ceil(0.12 * H))
+    y, is_by_panel = "Head", st.has_room(len(panels), same_scale=True)
+    if is_by_panel:
+        figure, axes = _heat_panels([(quantity, panel.values) for panel in panels.values()], None)
+        tops = [-0.5] * len(axes)
+        for axis, name in zip(axes, panels, strict=True):
+            axis.set_title(name)
+            axis.set_ylim(H - 0.5, -0.7 - tall)
+    else:
+        strip = ((tall, 0), (0, 0))  # empty rows above each layer, for its marks
+        bands = {name: np.pad(panel.values, strip, constant_values=np.nan) for name, panel in panels.items()}
+        figure, axes = _maps_by_quantity({quantity: bands})
+        axes = axes * len(panels)
+        tops = np.arange(len(panels)) * (H + tall) + tall - 0.5
+        y = "A row a head"
     legend: dict[str, Artist] = {}
-    for axis, (name, panel) in zip(axes, panels.items(), strict=True):
-        axis.set_title(name)
-        H = len(panel.values)
-        # The strip lies above row 0, whose upper edge is at -0.5
-        tall = max(1.0, 0.12 * H)
+    for axis, top, panel in zip(axes, tops, panels.values(), strict=True):
         for column, mark in enumerate(panel.marks):
-            corner, color = (column - 0.5, -0.6 - tall), MARKS.get(mark, "white")
+            corner, color = (column - 0.5, top - tall), MARKS.get(mark, "white")
             axis.add_patch(Rectangle(corner, 1, tall, facecolor=color, linewidth=0))
         legend |= st.grey_legend(panel.values)
         legend |= {mark: Patch(facecolor=MARKS[mark], label=mark) for mark in MARKS if mark in panel.marks}
-        axis.set_ylim(H - 0.5, -0.7 - tall)
         st.label_places(axis.xaxis, panel.labels)
     x = _keys_label(panel.axis, panel.labels)
-    st.label_figure(figure, axes, title, subtitle, "Head", legend, x)
+    st.label_figure(figure, axes, title, subtitle, y, legend, x)
     return figure
 
 
@@ -519,12 +667,13 @@ def _heat_panels(maps: Sequence[tuple[str, np.ndarray]], columns: int | None) ->
         columns = 4
         if len(maps) > 12:
             columns = 6
-    columns = max(1, min(columns, len(maps)))
-    width = max(2.0, min(4.0, 7.0 / columns))
+    width = max(2.0, min(4.0, 7.0 / max(1, min(columns, len(maps)))))
     least_height = 1.7
     if len(maps) > columns:
         least_height = 1.0
-    figure, axes = st.panels(len(maps), columns, (width, max(least_height, 0.5 + 0.06 * num_heads)))
+    size = (width, max(least_height, 0.5 + 0.06 * num_heads))
+    is_same = len({values.shape for _, values in maps}) == 1
+    figure, axes = st.panels(len(maps), columns, size, same_scale=is_same)
     # 2. Logits and masses have scales and bars of their own.
     for quantity in dict.fromkeys(quantity for quantity, _ in maps):
         of_quantity = [number for number, (name, _) in enumerate(maps) if name == quantity]
@@ -551,7 +700,7 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
     """Draw the cross-attention mass [H, words] of every head on each word, and on the whole prompt."""
     H, n = mass.shape
     size = (3.8, max(2.4, 1.2 + 0.16 * H))
-    figure, (left, right) = st.panels(2, 2, size, keep=True, sharey=True, width_ratios=[3, 1])
+    figure, (left, right) = st.panels(2, 2, size, keep=True, sharey=True, width_ratios=[2, 1])
     image = st.heat_map(left, mass, **st.color_scale(mass, "mass", st.PERCENTILE))
     # A word takes 0.13 inches; the left panel has 0.45 of the width
     step = max(1, round(n * 0.13 / (0.45 * figure.get_figwidth())))
@@ -576,7 +725,7 @@ def rope_bands(
     ratios = [1, max(1.2, bands / 9)]
     figure, (above, below) = st.panels(2, 1, (7.0, 1.2 + 0.1 * bands), sharex=True, height_ratios=ratios)
     above.bar(np.arange(F), values.sum(-1), width=0.8, color=st.BLUE, alpha=0.75, linewidth=0)
-    above.set_ylabel("sum of all")
+    above.set_ylabel("Sum")
     legend = _finish_profile(above, values.sum(-1), np.empty(0), caption)
     image = st.heat_map(below, values.T, **st.color_scale(values, "mean_logit"))
     st.label_places(below.yaxis, names, points=st.TINY)

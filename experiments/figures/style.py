@@ -20,7 +20,7 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import matplotlib
@@ -36,7 +36,7 @@ from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.rcsetup import cycler
-from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, ScalarFormatter
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from experiments.caches import files, outputs
@@ -62,7 +62,8 @@ OURS: dict[str, object] = {  # on top of seaborn's theme
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "wan-attention",  # ids inside the file do not depend on the run
     "pdf.fonttype": 42,  # TrueType: journals refuse type 3
-    "figure.constrained_layout.w_pad": 0.1,  # inches
+    "figure.constrained_layout.w_pad": 0.06,  # inches
+    "figure.constrained_layout.wspace": 0.0,
     "figure.constrained_layout.use": False,  # a figure is laid out once, by lay_out()
     "figure.autolayout": False,
 }
@@ -77,6 +78,19 @@ NAMES = {"mean_logit": "mean logit", "mass": "attention mass", "mean_prob": "mea
 # seaborn's palette "colorblind", in its order; written out, since seaborn is imported at the first figure
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc"
 BROWN, PINK, SILVER, YELLOW, SKY = "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9"
+PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, SILVER, YELLOW, SKY)
+# One colour per meaning, in every figure; a row of things without one of these takes series()
+MEASURED = BLUE  # values of the model, where nothing tells them apart
+FIRST = ORANGE  # the first frame, a sink
+PAST = GREEN  # earlier frames, and what a cache remembers of them
+OWN = PURPLE  # the query, and the block of frames that it belongs to
+COMPARED = RED  # what measured values are held against: published curves, forecasts, an even share
+AVERAGED = BROWN  # means of frames that left the cache
+CHOSEN = PINK  # tokens that a policy picks out of many frames
+CONTROL = SILVER  # what bounds a score: rendered videos, a judge's own errors
+EMPTY = YELLOW  # slots that hold zeros
+PROMPT = SKY  # words of the prompt
+DARK, GREY = "#1F3552", "0.85"  # ink of marks and means; cells and bars without a meaning
 # Fonts of other scripts than Latin, Greek and Cyrillic, which are asked behind seaborn's where installed
 FALLBACKS: tuple[str, ...] = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC")
 FALLBACKS += ("PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "WenQuanYi Micro Hei", "SimHei")
@@ -85,21 +99,22 @@ FALLBACKS += ("Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "N
 FALLBACKS += ("Arial Unicode MS", "Noto Emoji", "Segoe UI Symbol", "Symbola", "Unifont")
 MISSING_GLYPHS = r"(Glyph \d+ .*missing|Matplotlib currently does not support)"  # warned of once a letter
 NO_DATE = {"svg": "Date", "pdf": "CreationDate"}  # of a file's metadata, which would differ from run to run
-PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, SILVER, YELLOW, SKY)
-DARK, GREY = "#1F3552", "0.85"  # neutral
 Style = dict[str, Any]  # how an artist of matplotlib looks: its keyword arguments
 HATCH: Style = {"facecolor": "0.92", "edgecolor": "0.7", "hatch": "////", "linewidth": 0}
-SHADE: Style = {"facecolor": ORANGE, "alpha": 0.2, "linewidth": 0}
-AVERAGE: Style = {"facecolor": ORANGE, "edgecolor": "white", "hatch": "////", "linewidth": 0}
+SHADE: Style = {"facecolor": OWN, "alpha": 0.25, "linewidth": 0}
+AVERAGE: Style = {"facecolor": AVERAGED, "edgecolor": "white", "hatch": "////", "linewidth": 0}
 NOT_ATTENDED, AVERAGES = "not attended", "average of gone frames (μ)"
 
 WIDTHS = {"column": 3.25, "page": 6.75}  # inches, of a journal
 WIDEST = 9.0  # inches, of a figure that is for no journal
 NARROW = 5.0  # inches: below it a colour bar of several panels lies under them
-BESIDE = 0.5  # inches of a panel's width that its tick labels and the gap take
-AROUND = 0.45  # inches of a panel's height that its title and its tick labels take
-LOWEST = 0.9  # inches of a panel with these
-SLIMMEST = 0.95  # inches of a panel with tick labels of its own beside it
+LEAST = 0.7  # inches of a panel's side: a smaller one cannot be read
+PANEL = 0.75  # inches that the grid plans for at least, so that LEAST is left beside long labels
+OUTSIDE = 0.3  # inches of a figure's width beside all panels: a label, the edges
+BESIDE, GAP = 0.42, 0.16  # inches from panel to panel, with tick labels between them and without
+ABOVE, BELOW = 0.28, 0.17  # inches of a title above a panel, of tick labels below it
+PICTURE = "picture"  # gid of panels that are as high as their picture
+PAGE_HEIGHT = 8.0  # inches of panels on a page, whose title and legend take another one
 LINE = 0.14  # inches, of a line of 8 points
 ABOVE_STRIP = 8  # points from a panel to its title where the strip of averages is between them
 PERCENTILE = 97  # where colours end: a few heads of the real model's last layers would leave all others pale
@@ -109,6 +124,8 @@ REMEMBER = "WAN_REMEMBER_FIGURES"
 REMEMBERED_FIGURES = 24
 _remembered: dict[bytes, Figure] = {}
 _size: tuple[float | None, float | None] = (None, None)  # inches that the user wants; None: as panels need
+MANY = 1000
+_most_columns = MANY  # of the figure that is being drawn
 
 # --- The theme, drawing in it, and saving
 
@@ -141,6 +158,8 @@ def in_style() -> Iterator[None]:
 
 class StyledFigure(Figure):
     """A figure that is drawn in this module's style wherever it is saved or shown."""
+
+    panel_width: float  # inches, planned; set by panels()
 
     def savefig(self, fname: Any, overwrite: bool = False, **options: Any) -> None:
         """Write the figure as matplotlib does; the same figure gives the same bytes.
@@ -192,8 +211,7 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
         figure = _remembered.pop(key, None)
         if figure is None:
             with in_style():
-                figure = draw(*args, **kwargs)
-                lay_out(figure)
+                figure = _draw_in_grid(lambda: draw(*args, **kwargs))
         if key:
             _remembered[key] = figure  # at the end: the first is the one that was not drawn for longest
             if len(_remembered) > REMEMBERED_FIGURES:
@@ -203,16 +221,47 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     return wrapper
 
 
-def lay_out(figure: Figure) -> None:
-    """Let constrained layout place everything; showing or saving a figure does not change it any more."""
+def _draw_in_grid(draw: Callable[[], Figure]) -> Figure:
+    """Draw and lay out a figure; again with fewer columns where tick labels leave a panel too narrow."""
+    global _most_columns
+    columns_before = MANY
+    try:
+        while True:
+            figure = draw()
+            is_wide = lay_out(figure)
+            _, columns = rows_and_columns(figure)
+            if is_wide or columns in (1, columns_before):  # as before: of pictures, or of two parts
+                return figure
+            columns_before, _most_columns = columns, columns - 1
+    finally:
+        _most_columns = MANY
+
+
+def lay_out(figure: Figure) -> bool:
+    """Let constrained layout place everything, once; return True where all panels are wide enough.
+
+    Showing or saving a figure does not change it any more.
+    """
     layout = figure.get_layout_engine()
-    assert layout is not None
+    assert isinstance(layout, ConstrainedLayoutEngine)
     layout.execute(figure)
+    # 1. A figure with panels too low grows, and its titles keep their inches
+    charts = [axis for axis in panels_of(figure) if axis.get_gid() != PICTURE]
+    widths, heights = np.array([axis.get_position().size for axis in charts]).reshape(-1, 2).T
+    widths, heights = widths * figure.get_figwidth(), heights * figure.get_figheight()
+    if heights.size and heights.min() < LEAST and _size[1] is None:
+        rows, _ = rows_and_columns(figure)
+        height = figure.get_figheight()
+        title = (1 - layout.get()["rect"][3]) * height
+        figure.set_figheight(height + 1.05 * (LEAST / heights.min() - 1) * rows * heights.mean())
+        layout.set(rect=(0, 0, 1, 1 - title / figure.get_figheight()))
+        layout.execute(figure)
     figure.set_layout_engine(None)  # unlike "none", which has matplotlib draw the figure twice to save it
-    # Constrained layout centres the y label on the figure; here it belongs to the panels
+    # 2. Constrained layout centres the y label on the figure; here it belongs to the panels
     label = figure._supylabel  # type: ignore[attr-defined]
     if label is not None:
         label.set_y(np.mean([axis.get_position().intervaly for axis in panels_of(figure)]))
+    return widths.min(initial=LEAST) >= LEAST
 
 
 def marks(kind: str, metadata: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -289,7 +338,17 @@ def file_bytes(figure: Figure, kind: str, metadata: Mapping[str, Any], **options
     return PLACES.sub(shortened, content.getvalue())
 
 
-# --- Panels
+# --- Panels: their grid follows from the width of the figure and from how many they are
+
+
+class Grid(NamedTuple):
+    """Rows and columns of panels, in a figure of so many inches before its titles are added."""
+
+    rows: int
+    columns: int
+    width: float
+    height: float
+    panel_width: float  # of what is drawn: without tick labels
 
 
 def is_narrow() -> bool:
@@ -297,30 +356,83 @@ def is_narrow() -> bool:
     return _size[0] is not None and _size[0] < NARROW
 
 
-def panels(
-    n: int, columns: int, size: tuple[float, float], keep=False, **options: Any
-) -> tuple[Figure, list[Axes]]:
-    """Make n axes in rows of at most columns, each of about size inches with its labels, of fewer columns
-    where the width is a journal's (unless keep); cells left over are empty."""
-    columns = max(1, min(n, columns))
+def grid_of(
+    n: int, columns: int, size: tuple[float, float], keep=False, x_labels=True, y_labels=True
+) -> Grid:
+    """Choose the grid of n panels of about size inches, of which about so many columns were planned.
+
+    x_labels and y_labels: each panel has tick labels of its own. A journal's width has room for fewer
+    columns, a page that ends for more; keep has exactly those planned.
+    """
+    n, columns = max(n, 1), max(1, min(n, columns))
     width = _size[0]
     if width is None:
         width = min(WIDEST, max(columns * size[0], 4.0))
+    beside = BESIDE if y_labels else GAP
+    lowest = PANEL + ABOVE + BELOW if x_labels else PANEL + ABOVE
     if not keep:
-        slimmest = 0.45 * size[0] if options.get("sharey") else max(0.45 * size[0], SLIMMEST)
-        columns = min(columns, max(1, int(width / slimmest)))
-    rows = math.ceil(max(n, 1) / columns)
+        # 1. Panels may be half as wide as planned; below that, as narrow as a page needs them
+        room = _room(width, beside)
+        columns = min(columns, room, max(1, int(width / (0.45 * size[0]))))
+        while columns < min(room, n) and math.ceil(n / columns) * lowest > PAGE_HEIGHT:
+            columns += 1
+        columns = min(columns, _most_columns)
+        # 2. Rows as even as can be
+        columns = math.ceil(n / math.ceil(n / columns))
+    rows = math.ceil(n / columns)
     height = rows * size[1] * float(np.clip(width / columns / size[0], 0.7, 1))
-    height = max(height, rows * LOWEST + LINE)  # with an x label below
-    figure = StyledFigure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
+    if not keep:
+        height = max(rows * lowest, min(height, PAGE_HEIGHT))
+    return Grid(rows, columns, width, height + LINE, (width - OUTSIDE) / columns - beside)
+
+
+def has_room(n: int, same_scale=False, columns: int | None = None) -> bool:
+    """Tell whether n panels fit on a page, in so many columns; else a figure draws maps_of_bands()."""
+    beside, above = (GAP, ABOVE) if same_scale else (BESIDE, ABOVE + BELOW)
+    if columns is None:
+        columns = _room(_size[0] or WIDEST, beside)
+    return math.ceil(n / columns) * (PANEL + above) <= PAGE_HEIGHT
+
+
+def _room(width: float, beside: float) -> int:
+    """Return how many panels of the least width stand side by side."""
+    return max(1, int((width - OUTSIDE) / (PANEL + beside)))
+
+
+def panels(
+    n: int, columns: int, size: tuple[float, float], keep=False, same_scale=False, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Make n axes in the grid of grid_of(); cells left over are empty.
+
+    same_scale: all panels have the same axes, so that only the outer ones have tick labels. sharex and
+    sharey of matplotlib do so too, but with 36 panels they double the time of a figure.
+    """
+    grid = grid_of(
+        n,
+        columns,
+        size,
+        keep=keep,
+        x_labels=not same_scale and not options.get("sharex"),
+        y_labels=not same_scale and not options.get("sharey"),
+    )
+    figure = StyledFigure(figsize=(grid.width, grid.height), layout="constrained")
+    axes = figure.subplots(grid.rows, grid.columns, squeeze=False, **options).ravel()
     for axis in axes[max(n, 1) :]:
         axis.remove()
     if not n:
         axes[0].axis("off")
     shown = list(axes[:n])
-    for axis in shown[max(0, n - columns) :]:  # the lowest of each column keeps its tick labels
-        axis.tick_params(labelbottom=True)
+    for place, axis in enumerate(shown):
+        axis.xaxis.set_major_formatter(ShortNumbers())
+        axis.yaxis.set_major_formatter(ShortNumbers())
+        is_lowest = place + grid.columns >= n  # of its column
+        if is_lowest:
+            axis.tick_params(labelbottom=True)
+        elif same_scale:
+            axis.tick_params(labelbottom=False)
+        if same_scale and place % grid.columns > 0:
+            axis.tick_params(labelleft=False)
+    figure.panel_width = grid.panel_width
     return figure, shown
 
 
@@ -335,27 +447,14 @@ def rows_and_columns(figure: Figure) -> tuple[int, int]:
     return max(grid.nrows for grid in grids), max(grid.ncols for grid in grids)
 
 
-def hide_inner_labels(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Hide tick labels that a panel to the left or below repeats, where all panels have one scale.
-
-    sharex and sharey do so too, but with 36 panels they double the time of a figure.
-    """
-    _, columns = rows_and_columns(figure)
-    for place, axis in enumerate(axes):
-        if place % columns > 0:
-            axis.tick_params(labelleft=False)
-        if place + columns < len(axes):
-            axis.tick_params(labelbottom=False)
-
-
 def shape_square(figure: Figure) -> None:
     """Make a figure of square panels as high as these are wide: no gaps between rows."""
     rows, columns = rows_and_columns(figure)
-    width = figure.get_figwidth()
+    width = figure.get_figwidth() - OUTSIDE
     if not is_narrow():
         width -= 0.8  # a colour bar stands beside wide panels
     figure.set_layout_engine("compressed")
-    figure.set_figheight(rows * (width / columns - BESIDE + AROUND))
+    figure.set_figheight(rows * (width / columns - GAP + ABOVE) + BELOW)
 
 
 def columns_with_room(n: int, inches: float, beside: float = 0.6) -> list[int]:
@@ -383,6 +482,21 @@ def wrapped(text: str, points: float, inches: float) -> str:
     letters = max(8, int(inches * 72 / (0.59 * points)))
     lines = text.replace(" = ", "\u00a0=\u00a0").replace("of 1)", "of\u00a01)").split("\n")
     return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in lines)
+
+
+class ShortNumbers(ScalarFormatter):
+    """Write small and large numbers as 3e−5, each for itself: matplotlib's common factor hits the title."""
+
+    def __init__(self) -> None:
+        super().__init__(useOffset=False)
+        self.set_scientific(False)
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        if x == 0 or 1e-3 <= abs(x) < 1e5:
+            return super().__call__(x, pos)
+        digits, _, power = f"{x:.1e}".replace("-", "\N{MINUS SIGN}").partition("e")
+        sign = power[0].replace("+", "")
+        return f"{digits.removesuffix('.0')}e{sign}{power[1:].lstrip('0')}"
 
 
 class PlacesWithRoom(Locator):
@@ -453,7 +567,7 @@ def label_figure(
     """Set a title and a small subtitle, an x label under the lowest axes, one y label for all, and below a
     legend and a note. The figure grows by their height."""
     width, height = figure.get_size_inches()
-    rows, columns = rows_and_columns(figure)
+    rows, _ = rows_and_columns(figure)
     # 1. Title and subtitle from the top edge down, outside the layout: it would centre them on the axes
     top = 0.03
     from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)  # type: ignore[arg-type]
@@ -472,8 +586,8 @@ def label_figure(
     for axis in lowest:
         axis.set_xlabel(x)
     # 3. Labels of panels in lines as long as the panels' sides
-    wide, high = width / columns - BESIDE, height / rows - AROUND
-    lines = _wrap_labels(figure, wide, high)
+    high = height / rows - ABOVE - BELOW
+    lines = _wrap_labels(figure, figure.panel_width, high)
     # 4. Legend and note below, in as many columns as the longest label leaves room for
     below = _set_legend(figure, list((legend or {}).values()), note)
     # 5. Colour bars of several panels, which lie below them in a column
@@ -562,7 +676,7 @@ def show_picture(axis: Axes, pixels: np.ndarray) -> None:
     """Draw pixels [height, width, 3] alone, with ticks at none; an SVG holds them once."""
     height, width = pixels.shape[:2]
     axis.imshow(pixels, extent=(0, width, height, 0), interpolation="none")
-    axis.set(xticks=[], yticks=[])
+    axis.set(xticks=[], yticks=[], gid=PICTURE)
     axis.grid(False)
     for spine in axis.spines.values():
         spine.set_visible(False)
@@ -616,6 +730,11 @@ def picture_strip(axis: Axes, pictures: Sequence[np.ndarray], inches: float) -> 
 # --- Colours
 
 
+def series(n: int) -> list[tuple[float, float, float]]:
+    """Return colours of n things in a row, such as layers or policies: dark to light, none of a meaning."""
+    return seaborn().color_palette("viridis", n)
+
+
 def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> dict[str, Any]:
     """Colour by quantity: red and blue around 0 for logits, else viridis from 0; ends at a percentile."""
     top = max(float(np.nanpercentile(np.abs(values), percentile)), 1e-12)
@@ -651,7 +770,7 @@ def color_bar(
         if width < NARROW:
             shape = {"pad": 0.02, "aspect": 40, "location": "bottom"}
             length = 0.9 * width * min(1, len(axes) / rows_and_columns(figure)[1])
-    shape["ticks"] = MaxNLocator(4 if length > 1.2 else 2)
+    shape["ticks"], shape["format"] = MaxNLocator(4 if length > 1.2 else 2), ShortNumbers()
     bar = figure.colorbar(image, ax=axes, **shape | options)
     bar.set_label(wrapped(label, SMALL, length), fontsize=SMALL)
     return bar
@@ -670,6 +789,43 @@ def heat_map(axis: Axes, values: np.ndarray, equal: bool = False, **colors: Any)
     image = axis.imshow(np.ma.masked_invalid(values), interpolation="nearest", **colors)
     axis.set_aspect("equal" if equal else "auto")
     return image
+
+
+class Bands(NamedTuple):
+    """A heat map for what has too many panels: a band of rows for each, [rows, columns], by its name."""
+
+    values: Mapping[str, np.ndarray]
+    label: str  # of the colours
+    colors: Mapping[str, Any]
+
+
+def maps_of_bands(parts: Mapping[str, Bands]) -> tuple[Figure, list[Axes]]:
+    """Draw a panel for each part, side by side; of the same bands, the first has their names beside it."""
+    first = next(iter(parts.values()))
+    is_same = all(part.values.keys() == first.values.keys() for part in parts.values())
+    inches = max(len(part.values) * max(0.11, 0.015 * _rows_of(part).max()) for part in parts.values())
+    size = (6.0 / len(parts), float(np.clip(inches, 1.5, 6.5)) + 0.5)
+    figure, axes = panels(len(parts), len(parts), size, keep=True, same_scale=is_same)
+    for axis, (title, part) in zip(axes, parts.items(), strict=True):
+        # Bands with fewer columns end early
+        rows = _rows_of(part)
+        columns = max(band.shape[1] for band in part.values.values())
+        cells = np.full((rows.sum(), columns), np.nan)
+        ends = rows.cumsum()
+        for end, band in zip(ends, part.values.values(), strict=True):
+            cells[end - len(band) : end, : band.shape[1]] = band
+        image = heat_map(axis, cells, **part.colors)
+        if rows.max() > 1:
+            axis.hlines(ends[:-1] - 0.5, -0.5, columns - 0.5, color="white", linewidth=0.6)
+        axis.set_title(title)
+        label_places(axis.xaxis, range(columns))
+        label_places(axis.yaxis, part.values, places=ends - (rows + 1) / 2)
+        color_bar(figure, image, [axis], part.label, cells)
+    return figure, axes
+
+
+def _rows_of(part: Bands) -> np.ndarray:
+    return np.array([len(band) for band in part.values.values()])
 
 
 def one_heat_map(

@@ -159,7 +159,7 @@ def video_strips(
     count = min(STRIP_FRAMES, room)
     chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, count).round().astype(int)
     size = (0.6 * count + 0.6, 0.62 * len(rows) + 0.4)
-    figure, axes = st.panels(len(captions), room // STRIP_FRAMES or 1, size)
+    figure, axes = st.panels(len(captions), room // STRIP_FRAMES or 1, size, keep=True)
     edge = ((0, 0), (1, 1), (1, 1), (0, 0))
     for axis, (i, caption) in zip(axes, enumerate(captions), strict=True):
         shown = [np.pad(videos[i][chosen], edge, constant_values=1) for videos in rows.values()]

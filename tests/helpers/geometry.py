@@ -9,13 +9,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from experiments.figures.style import panels_of
+from experiments.figures.style import LEAST, PICTURE, panels_of
 
 MM = 25.4
 POINT = 1 / 72
 
 
-def problems(figure: Figure, letters=(6, 9), least_mm=12.0) -> list[str]:
+def problems(figure: Figure, letters=(6, 9)) -> list[str]:
     """What is wrong with the figure as it is drawn, a line each."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -40,9 +40,12 @@ def problems(figure: Figure, letters=(6, 9), least_mm=12.0) -> list[str]:
             found.append(f"{a!r} lies over {b!r}")
     for axis in panels_of(figure):
         box = axis.get_window_extent(renderer)
-        wide, high = box.width / inch * MM, box.height / inch * MM
-        if min(wide, high) < least_mm:
-            found.append(f"a panel is {wide:.1f} x {high:.1f} mm")
+        wide, high = box.width / inch, box.height / inch
+        least = LEAST
+        if axis.get_gid() == PICTURE:  # as high as its video is
+            least = LEAST * min(1, high / wide)
+        if min(wide, high) < least - 1e-6:
+            found.append(f"a panel is {wide:.2f} x {high:.2f} inches")
         for said, text, corners in words:
             inner = (corners + np.array([1, 1, -1, -1]) * POINT) * inch
             if text in axis.texts and text.get_gid() != "cell" and _touches_data(axis, inner, text):
