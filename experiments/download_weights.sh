@@ -37,8 +37,8 @@ plan=$(python - "$configs" "$name" <<'PY'
 import sys
 from pathlib import Path
 
-from wan.checkpoint import VAE_FILE, WIDE_VAE_FILE
 from wan.config import load_config
+from wan.names import VAE_FILE, WIDE_VAE_FILE
 
 configs, name = Path(sys.argv[1]), sys.argv[2]
 known = [path.stem for path in sorted(configs.glob("*.yaml")) if "\nrelease:\n" in path.read_text(encoding="utf-8")]

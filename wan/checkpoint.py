@@ -39,8 +39,8 @@ to_diffusers_names, to_native_names = names.to_diffusers_names, names.to_native_
 StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound="WanModel")
 
-VAE_FILE, UMT5_FILE = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"  # of the original release
-WIDE_VAE_FILE, WIDE_CHANNELS = "Wan2.2_VAE.pth", 48  # of a model of so many channels
+VAE_FILE, UMT5_FILE, WIDE_VAE_FILE = names.VAE_FILE, names.UMT5_FILE, names.WIDE_VAE_FILE
+WIDE_CHANNELS = 48  # of the model whose VAE is that of WIDE_VAE_FILE
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
 HASHED_AT_ONCE = 1 << 28  # bytes, which bound what is resident
 MOVES_AT_ONCE = 8  # weights on their way to a GPU

@@ -8,6 +8,10 @@ from wan.errors import CheckpointError
 
 Value = TypeVar("Value")
 
+# Files of the original release. Scripts name them with this module, which imports no torch.
+VAE_FILE, UMT5_FILE = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"
+WIDE_VAE_FILE = "Wan2.2_VAE.pth"  # of a model of 48 channels
+
 # native prefix -> diffusers prefix
 TOP_NAMES = {
     "patch_embedding.": "patch_embedding.",

@@ -164,7 +164,7 @@ class PolicyRuns:
     batch: int = 1
     vbench: Path | None = None  # where videos are written as VBench-Long reads them
     videos: int = 0  # prompts whose first seed is written as an mp4
-    controls: Sequence[str] = CONTROLS
+    controls: Sequence[str] = tuple(CONTROLS)
     capture: BlockCapture = field(default_factory=BlockCapture)  # of attention, in attention/NAME
     session: Session | None = None
     judges: int | None = None  # processes that measure videos

@@ -18,7 +18,11 @@ from wan.config import ModelConfig
 from wan.diffusers_capture import capture_diffusers
 from wan.model import CausalWanModel
 
-ON_CPU = ["--config_path", "configs/wan_mini.yaml", "--device", "cpu", "--num_frames", "6", "--repeats", "1"]
+
+@pytest.fixture
+def flags(tiny) -> list[str]:
+    """Flags of a small run: two blocks of a tiny model, each row once."""
+    return ["--config_path", tiny.path, "--num_frames", "6", "--repeats", "1"]
 
 
 def test_rows_take_turns_and_ratios_are_of_one_round():
@@ -67,11 +71,11 @@ def test_a_package_that_is_missing_makes_its_row_absent_alone():
 
 
 @pytest.mark.slow
-def test_rows_of_the_miniature(tmp_path, monkeypatch):
+def test_rows_of_a_model(flags, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     output = tmp_path / "rows.json"
     groups = ["plain", "logits", "mass", "edits", "sites", "gradients", "video", "pipeline"]
-    rows.run([*ON_CPU, "--output_path", str(output), "--what", *groups, "--policies", "longlive"])
+    rows.run([*flags, "--output_path", str(output), "--what", *groups, "--policies", "longlive"])
     report = json.loads(output.read_text())
     table = report["rows"]
     assert {"command", "date", "device", "git"} <= report["environment"].keys()
@@ -153,10 +157,10 @@ def checkout(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_same_weights_noise_and_passes(checkout, tmp_path):
+def test_the_public_code_gets_the_same_weights_noise_and_passes(flags, checkout, tmp_path):
     output = tmp_path / "peers.json"
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "wan"}
-    flags = [*ON_CPU, "--checkout", str(checkout), "--output_path", str(output)]
+    flags = [*flags, "--checkout", str(checkout), "--output_path", str(output)]
     peers.run([*flags, "--what", "rollouts", "decoder", "maps"])
     assert before.items() <= sys.modules.items()  # our own package is there again
     table = json.loads(output.read_text())["rows"]

@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT
 from safetensors.torch import save_file
 
-from experiments import edits, named, provenance
+from experiments import edits, named, provenance, run_extraction_all
 from experiments import session as sessions
 from experiments.caches.files import ONLY, CacheError, require_same
 from experiments.progress import Progress
@@ -76,24 +76,24 @@ def test_weights_edits_and_numbers_count_and_versions_and_devices_do_not(config,
 
 
 @pytest.mark.slow
-def test_a_comment_in_the_code_leaves_a_finished_sweep_finished(tmp_path):
-    command = (
-        "experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --num_frames 3 --seeds 0 1"
-    )
+def test_a_comment_in_the_code_leaves_a_finished_sweep_finished(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     copy, output = tmp_path / "copy", tmp_path / "sweep"
+    flags = "--config_path configs/wan_mini.yaml --num_frames 3 --seeds 0 1 --quiet --output_dir"
+    command = [*flags.split(), str(output)]
     for name in ("wan", "experiments", "configs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "checkpoints").symlink_to(ROOT / "checkpoints")
     with open(copy / "wan/model.py", "a") as file:
         file.write("# a comment\n")
-    times = []
-    for folder in (ROOT, copy):
-        words = [sys.executable, *command.split(), "--output_dir", str(output), "--quiet"]
-        environment = {**os.environ, "PYTHONPATH": str(folder)}
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        times.append({path.name: path.stat().st_mtime_ns for path in output.glob("*.pt")})
-    assert times[0] == times[1] and len(times[0]) == 2
+    run_extraction_all.run(command)
+    before = {path.name: path.stat().st_mtime_ns for path in output.glob("*.pt")}
+    script = [sys.executable, "experiments/run_extraction_all.py", *command]
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    done = subprocess.run(script, cwd=copy, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = {path.name: path.stat().st_mtime_ns for path in output.glob("*.pt")}
+    assert before == after and len(before) == 2
 
 
 def test_a_hash_is_remembered_by_path_size_and_time(tmp_path):
