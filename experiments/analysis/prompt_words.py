@@ -1,7 +1,7 @@
 """Tokens of a prompt and its words, whatever the tokenizer: sentencepiece, byte-level BPE or CLIP.
 
     tokens_of_words(["▁a", "▁cir", "cle", "</s>"], ["circle"])  # ((1, 2),)
-    words_of(["▁a", "▁cir", "cle", "</s>"])                     # ["a", "circle", "</s>"], [0, 1, 1, 2]
+    words_of(["▁a", "▁cir", "cle", "</s>"])                     # ["a", "circle", "(end)"], [0, 1, 1, 2]
 
 A tokenizer names its tokens: "▁cine", "matic" of sentencepiece, "Ġcine" of byte-level BPE, "matic</w>" of
 CLIP, "<0xE7>" of a single byte. Special tokens such as "</s>" are of no word of the prompt.
@@ -57,7 +57,7 @@ def tokens_of_words(
 def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """Join tokens ["▁cine", "matic"] to words, with the number of the word that each token belongs to.
 
-    Special tokens are words of their own.
+    Special tokens are words of their own, in brackets: "(end)".
     """
     is_byte_level = _is_byte_level(tokens)
     words: list[bytes] = []
@@ -67,7 +67,7 @@ def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
         is_special = _is_special(token)
         piece = _bytes_of(token, is_byte_level)
         if is_special:
-            piece = token.encode()
+            piece = _special_in_words(token).encode()
         if begins_word or is_special or piece[:1].isspace():
             words.append(b"")
         words[-1] += piece.strip()
@@ -75,6 +75,14 @@ def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
         ends_word = bool(piece.strip()) and piece[-1:].isspace()
         begins_word = is_special or ends_word
     return [word.decode(errors="replace") for word in words], np.array(word_of_token)
+
+
+def mass_of_words(mass: np.ndarray, tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """Sum mass on tokens [..., tokens] by word -> words, and their mass [..., words]."""
+    words, word_of_token = words_of(tokens)
+    of_words = np.zeros((len(words), *mass.shape[:-1]), np.float32)
+    np.add.at(of_words, word_of_token, np.moveaxis(mass, -1, 0))
+    return words, np.moveaxis(of_words, 0, -1)
 
 
 def require_words(prompt: str, words: Sequence[str]) -> None:
@@ -172,6 +180,15 @@ def _text_of(tokens: Sequence[str]) -> tuple[str, list[set[int]]]:
 
 def _is_special(token: str) -> bool:
     return re.fullmatch(r"<[^<>]*>|\[[A-Z]+\]", token) is not None and _single_byte(token) is None
+
+
+SPECIAL = {"</s>": "(end)", "<|endoftext|>": "(end)", "[SEP]": "(end)", "<s>": "(start)"}
+SPECIAL |= {"<|startoftext|>": "(start)", "[CLS]": "(start)", "<pad>": "(padding)", "[PAD]": "(padding)"}
+
+
+def _special_in_words(token: str) -> str:
+    """Return a special token as a reader takes it."""
+    return SPECIAL.get(token, f"({token.strip('<>[]|/')})")
 
 
 def _single_byte(token: str) -> bytes | None:

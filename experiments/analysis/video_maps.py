@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.analysis import prompt_words
+from experiments.analysis.stats import mean_without_nan, percent, signed
 from experiments.caches import files, formats
 from experiments.caches.titles import edits_in_words
 from experiments.caches.view import Profiles, pass_name, short_source, source_of
@@ -16,7 +17,6 @@ UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
 
 # --- Cross-attention mass per word of the prompt
-words_of = prompt_words.words_of  # its older home
 
 
 def word_mass(cache: Mapping, view: Profiles, layer: int) -> tuple[list[str], np.ndarray] | None:
@@ -26,12 +26,8 @@ def word_mass(cache: Mapping, view: Profiles, layer: int) -> tuple[list[str], np
     p = list(cache.get("pass_steps", range(len(cache["pass_timesteps"])))).index(view.step)
     of_layer = cache["cross_mass"][view.layers.index(layer), p]
     tokens = of_layer[:, list(view.query_frames)].float().mean(1).numpy()
-    words, word_of_token = prompt_words.words_of(
-        cache.get("cross_tokens", [str(i) for i in range(tokens.shape[-1])])
-    )
-    mass = np.zeros((len(tokens), len(words)), np.float32)
-    np.add.at(mass.T, word_of_token, tokens.T)
-    return words, mass
+    names = cache.get("cross_tokens", [str(i) for i in range(tokens.shape[-1])])
+    return prompt_words.mass_of_words(tokens, names)
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,21 @@ class VideoMap:
 
     @property
     def title(self) -> str:
-        return f"Layer {self.layer}, head {self.head}: {self.unit}"
+        return f"Layer {self.layer}, head {self.head} {self.reading}"
+
+    @property
+    def reading(self) -> str:
+        """Say which frame of earlier blocks the query reads, or prefers, most."""
+        earlier = self.values[: self.query_frames[0]]
+        if not np.isfinite(earlier).any():
+            return "sees no earlier frame"
+        if self.quantity == "mass":
+            by_frame = np.nansum(earlier, (1, 2))
+            frame = int(by_frame.argmax())
+            return f"reads frame {frame} most of the past: {percent(by_frame[frame] / self.keys)} of its mass"
+        means = mean_without_nan(earlier.reshape(len(earlier), -1))
+        frame = int(np.nanargmax(means))
+        return f"prefers frame {frame} of the past most, by a mean logit of {signed(means[frame])}"
 
     @property
     def about(self) -> str:

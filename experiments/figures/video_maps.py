@@ -131,7 +131,8 @@ def map_strip(
     for n, axis in enumerate(axes):
         frame = columns[shown[n % len(shown)]]
         _mark(axis, maps[n // len(shown)], frame, pictures[0].shape[:2])
-    _finish(figure, axes, f"Where heads look: {first.unit}", first.about, scale, maps)
+    title = f"Where {len(maps)} heads look: L{first.layer} H{first.head} {first.reading}"
+    _finish(figure, axes, title, first.about, scale, maps)
     return figure
 
 
@@ -159,11 +160,21 @@ def word_strip(
 
 @style.styled
 def video_strips(
-    videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str, title: str | None = None
+    videos: Mapping[str, np.ndarray],
+    frames: Sequence[int],
+    *,
+    title: str,
+    subtitle: str,
+    names: Sequence[str] | None = None,
 ) -> Figure:
-    """Draw a row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
-    figure, *_ = st.picture_grid({n: video[list(frames)] for n, video in videos.items()}, [*map(str, frames)])
-    st.label_figure(figure, [], title or f"Frames of the videos: {', '.join(videos)}", subtitle)
+    """Draw a row per video [frames, height, width, 3], uint8, of these video frames.
+
+    names stand on top of the columns, by default the numbers of the frames.
+    """
+    if names is None:
+        names = [f"frame {frame}" for frame in frames]
+    figure, *_ = st.picture_grid({name: video[list(frames)] for name, video in videos.items()}, names)
+    st.label_figure(figure, [], title, subtitle)
     return figure
 
 

@@ -8,7 +8,7 @@ from helpers import synthetic_caches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.analysis import axes, first_frame, measures, published, rope_waves, video_maps
+from experiments.analysis import axes, first_frame, measures, prompt_words, published, rope_waves
 from experiments.analysis.first_frame import (
     NO_CONTEXT,
     NO_LOGITS,
@@ -221,8 +221,11 @@ def test_queries_of_several_blocks_count_where_they_attend():
 
 def test_words_of_tokens():
     tokens = ["▁", "red", "▁cine", "matic", "▁sky", ",", "</s>", "<pad>", "z"]
-    words, place = video_maps.words_of(tokens)
-    assert words == ["red", "cinematic", "sky,", "</s>", "<pad>", "z"] and len(place) == len(tokens)
+    words, place = prompt_words.words_of(tokens)
+    assert words == ["red", "cinematic", "sky,", "(end)", "(padding)", "z"] and len(place) == len(tokens)
+    mass = np.arange(18.0).reshape(2, 9)
+    names, of_words = prompt_words.mass_of_words(mass, tokens)
+    assert names == words and of_words.tolist() == [[1, 5, 9, 6, 7, 8], [19, 23, 27, 15, 16, 17]]
 
 
 def test_a_table_is_aligned_and_numbers_keep_four_digits():

@@ -456,7 +456,12 @@ def test_a_pipeline_of_ones_own_is_captured_and_edited(tmp_path):
     said, drawn = run("your_own_pipeline", tmp_path, NUM_FRAMES=5)
     assert "Atlas: WanPipeline (pipeline), “a red circle moving" in said
     assert "frames 2, frames 2]" in said and "16 calls were edited; pixels differ by 0.0" in said
-    assert {*drawn} == {"your_profiles.svg", "your_words.svg"} and "▁circle" in drawn["your_words.svg"]
+    assert (
+        {*drawn} == {"your_profiles.svg", "your_words.svg"}
+        and "circle" in drawn["your_words.svg"]
+        and "(end)" in drawn["your_words.svg"]
+    )
+    assert not re.search("▁|</s>|&lt;/s", drawn["your_words.svg"])
 
 
 def test_an_autoencoder_of_a_stores_rows(tmp_path):

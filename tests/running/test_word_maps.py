@@ -45,10 +45,10 @@ def test_a_word_has_all_its_tokens(tokens, word, numbers):
 @pytest.mark.parametrize(
     ("tokens", "expected", "numbers"),
     [
-        (SENTENCEPIECE, "a red circle, a Red wall </s>", [0, 1, 2, 2, 2, 3, 4, 5, 6]),
-        (BYTE_LEVEL, "a red café at night <|endoftext|>", [0, 1, 2, 2, 3, 4, 5]),
-        (CLIP, "<|startoftext|> a red circle <|endoftext|>", [0, 1, 2, 3, 3, 4]),
-        (["▁a", "▁", "<0xE7>", "<0x8C>", "<0xAB>", "</s>", "x"], "a 猫 </s> x", [0, 1, 1, 1, 1, 2, 3]),
+        (SENTENCEPIECE, "a red circle, a Red wall (end)", [0, 1, 2, 2, 2, 3, 4, 5, 6]),
+        (BYTE_LEVEL, "a red café at night (end)", [0, 1, 2, 2, 3, 4, 5]),
+        (CLIP, "(start) a red circle (end)", [0, 1, 2, 3, 3, 4]),
+        (["▁a", "▁", "<0xE7>", "<0x8C>", "<0xAB>", "</s>", "x"], "a 猫 (end) x", [0, 1, 1, 1, 1, 2, 3]),
     ],
     ids=["sentencepiece", "bytes", "clip", "single bytes"],
 )
