@@ -68,19 +68,12 @@ class BaseSession(session.Session):
             return nullcontext()
         return interventions.intervene(*edits)
 
-    def _roll_out(
-        self,
-        configs: Sequence[RunConfig],
-        requests: Sequence[capture.CaptureRequest],
-        observer: Progress,
-        watching: AbstractContextManager[None],
-        first_frames: Any = None,
-    ) -> list[runs.Run]:
-        if first_frames is not None or configs[0].first_frames:
+    def _roll_out(self, batch: session.Batch) -> list[runs.Run]:
+        config, base, observer = batch.configs[0], batch.configs[0].base, batch.observer
+        if batch.first_frames is not None or config.first_frames:
             raise errors.ConfigError("the base model makes all frames at once; leave first_frames out")
-        if len(configs) > 1:
-            raise errors.ConfigError(f"the base model makes one video at a time, not {len(configs)} together")
-        config, base = configs[0], configs[0].base
+        if len(batch) > 1:
+            raise errors.ConfigError(f"the base model makes one video at a time, not {len(batch)} together")
         (prompt, words), (negative, _) = (self.texts[text] for text in self.prompts_of(config))
         # The sampler works in float32, whatever the weights' dtype; released noise is the causal rollout's.
         noise, _ = draw_noise(replace(config, noise="seeded"), self.model_config, torch.float32, self.device)
@@ -91,12 +84,12 @@ class BaseSession(session.Session):
             interventions.counted_edits() as touched,
             threads_for(noise, self.model_config),
             self.edited(config),
-            watching,
+            batch.watching,
         ):
             edits = sites.active_edits()  # also those of one's own intervene() around this
             files = self.files_now(config, edits)
             texts = (prompt, negative)
-            latents, calls, done = sample(self.pipeline, texts, noise, requests, observer)
+            latents, calls, done = sample(self.pipeline, texts, noise, batch.requests, observer)
         if len(touched.keys() - edits):  # contexts that were opened while it ran
             edits = runs.all_edits(edits, touched)
             files = self.files_now(config, edits)
@@ -114,7 +107,7 @@ class BaseSession(session.Session):
         stopped = ""
         if done < base.num_steps:
             stopped = f"{done} of {base.num_steps} steps"
-        requested = {step for request in requests for step in request.steps or ()}
+        requested = {step for request in batch.requests for step in request.steps or ()}
         absent = [str(step) for step in sorted(requested) if step >= done]
         if absent:
             note = f"partial: the run was stopped after {stopped}; of what was asked for, steps "

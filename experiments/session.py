@@ -55,7 +55,7 @@ from wan.identity import LiveWeights, live_weights
 from wan.kernels import start_triton
 from wan.model import CausalWanModel, WanModel
 from wan.noise import TensorNoise, draw_noise
-from wan.pipeline import CausalInferencePipeline, check_numerics
+from wan.pipeline import CausalInferencePipeline, RolloutInputs, check_numerics, frames_of
 from wan.policies import policy_of
 from wan.text_encoder import TextEncoder
 from wan.vae import VAE, Preview
@@ -114,6 +114,21 @@ def load(
     session = Session(config)
     session.preview = session.read_vae("auto", str(preview)) if preview else None
     return session
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a session rolls out together: a video for each config, who sees it, and how it begins."""
+
+    configs: Sequence[RunConfig]  # they differ in prompt and seed
+    requests: Sequence[capture.CaptureRequest]  # what is captured of attention
+    observer: progress.Progress  # told of every block; it may stop the rollout
+    watching: AbstractContextManager[None]  # captures, which see what all edits leave
+    first_frames: Any = None  # the beginning of the videos where it was given by value: latents, pixels
+
+    def __len__(self) -> int:
+        """Return the number of videos."""
+        return len(self.configs)
 
 
 class Session(AnySession):
@@ -334,7 +349,14 @@ class Session(AnySession):
         def make(watching: AbstractContextManager[None]) -> list[Run]:
             token = rollouts.ROLLING.set(True)
             try:
-                return self._roll_out(configs, requests, observer, watching, first_frames)
+                batch = Batch(
+                    configs=configs,
+                    requests=requests,
+                    observer=observer,
+                    watching=watching,
+                    first_frames=first_frames,
+                )
+                return self._roll_out(batch)
             finally:
                 rollouts.ROLLING.reset(token)
 
@@ -357,48 +379,51 @@ class Session(AnySession):
             numbers.append(prompt_words.tokens_of_words(tokens, words, config.prompt))
         return tuple(numbers)
 
-    def _roll_out(
-        self,
-        configs: Sequence[RunConfig],
-        requests: Sequence[capture.CaptureRequest],
-        observer: progress.Progress,
-        watching: AbstractContextManager[None],
-        first_frames: Any = None,
-    ) -> list[Run]:
+    def _roll_out(self, batch: Batch) -> list[Run]:
         """Roll out a batch of videos that differ in prompt and seed; captures see them after all edits.
 
         Fewer frames come back where the observer asked to stop. Raises RunError for numbers that cannot be
         right, and for memory that does not suffice.
         """
-        config, sizes, pipeline = configs[0], self.model_config, self.pipeline
+        config, sizes, pipeline = batch.configs[0], self.model_config, self.pipeline
+        observer = batch.observer
         # 1. Prompts: states [1, text_len, text_dim] and tokens of each video.
-        states, tokens = zip(*(self.texts[item.prompt] for item in configs), strict=True)
-        longest = max(map(len, tokens))
-        requests = [  # maps of words are of the prompt's, unless it is said how many
-            replace(r, num_words=longest) if r.granularity == "map" and r.num_words is None else r
-            for r in requests
-        ]
+        states, tokens = zip(*(self.texts[item.prompt] for item in batch.configs), strict=True)
+        requests = []
+        for request in batch.requests:
+            # Maps of words are of the prompt's, unless it is said how many.
+            if request.granularity == "map" and request.num_words is None:
+                request = replace(request, num_words=max(map(len, tokens)))
+            requests.append(request)
         # 2. Each video has a generator of its own, so that a batch has the noise of its videos alone.
-        drawn = [draw_noise(item, sizes, self.dtype, self.device) for item in configs]
+        drawn = [draw_noise(item, sizes, self.dtype, self.device) for item in batch.configs]
         noise, renoise = torch.cat([pair[0] for pair in drawn]), torch.cat([pair[1] for pair in drawn], 1)
         # 3. Given frames [B, G, C, h, w] take the place of the first ones; noise is drawn for all, so that
         #    the others' stays.
-        beginning = config.first_frames if first_frames is None else first_frames
-        options: dict[str, Any] = {"prompt_schedule": self.switches(*configs)}
-        first, start = None, 0
+        beginning = batch.first_frames
+        if beginning is None:
+            beginning = config.first_frames
+        switches = self.switches(*batch.configs)
+        first, start, given = None, 0, None
         if beginning is not None:
             first = video.first_latents(beginning, config, sizes.in_dim, lambda: self.vae)
             sites.require_no_data(
                 (*interventions.config_edits(config), *sites.active_edits()), "videos of first_frames"
             )
             first, start = first.to(noise).expand(len(noise), -1, -1, -1, -1), first.shape[1]
-            options |= {"num_given": start, "given": lambda frames: first[:, frames.start : frames.stop]}
+            given = frames_of(first)
         if observer.video is not None:  # a VAE that cannot decode is told now, not after hours
             observer.video.ready()
         # 4. Roll out block by block.
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
-        later_noise = TensorNoise(noise[:, start:], renoise[:, :, start:], start=start)
-        blocks = pipeline.block_ranges(start, later_noise.shape[1])
+        inputs = RolloutInputs(
+            noise=TensorNoise(noise[:, start:], renoise[:, :, start:], start=start),
+            prompt_embeds=torch.cat(states),
+            num_given=start,
+            given=given,
+            prompt_schedule=switches,
+        )
+        blocks = pipeline.block_ranges(start, len(inputs.generated))
         # With the heads in several processes, these stop and gather together
         shard = pipeline.model.head_shard
         finished, checked = list[Tensor](), 0
@@ -406,14 +431,14 @@ class Session(AnySession):
         with (
             interventions.counted_edits() as touched,
             threads_for(noise, sizes),
-            self.edited(config, len(configs)),
-            watching,
-            interventions.in_turns(len(configs)),
+            self.edited(config, len(batch)),
+            batch.watching,
+            interventions.in_turns(len(batch)),
         ):
             edits = sites.active_edits()  # also those of one's own intervene() around this
             files = self.files_now(config, edits)
             with phase, rollouts.capturing(requests) as records:
-                for frames, latents in pipeline.blocks(later_noise, torch.cat(states), **options):
+                for frames, latents in pipeline.blocks(inputs):
                     # Numbers are checked as they come, so that hours are not spent on NaN.
                     block = len(finished)
                     capture.move_to_cpu(records[checked:])
@@ -425,7 +450,10 @@ class Session(AnySession):
                         observer.video.add(finished[-1])
                     observer.advance("block", block, len(blocks), f"frames {frames.start}-{frames[-1]}")
                     # All processes of a rollout stop after the same block.
-                    if shard.any_process(observer.stopping) if shard else observer.stopping:
+                    stops = observer.stopping
+                    if shard:
+                        stops = shard.any_process(stops)
+                    if stops:
                         break
         latents = torch.cat(finished, 1)
         # A window of Rolling Forcing began blocks that a stop left unfinished.
@@ -441,7 +469,7 @@ class Session(AnySession):
         if first is not None:
             digest = hashlib.sha256(first[:1].float().cpu().numpy().tobytes()).hexdigest()
             about["first_frames"] = f"{start} latent frames, sha256 {digest[:16]}"
-            if first_frames is not None:  # a file is one of those that the run reads
+            if batch.first_frames is not None:  # a file is one of those that the run reads
                 depends["first_frames"] = digest
         if config.sampler == "rolling_forcing":
             about |= {"schema_version": 2, "rolling_timesteps": pipeline.timesteps}
@@ -451,13 +479,14 @@ class Session(AnySession):
             stopped = f"{done} of {len(config.block_sizes)} blocks"
         # 6. A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w].
         runs = []
-        cuts = [pipeline.cache_policy.cuts(cache.read_switches(item.prompt_schedule)) for item in configs]
-        for item, own_config in enumerate(configs):
+        schedules = [cache.read_switches(item.prompt_schedule) for item in batch.configs]
+        cuts = [pipeline.cache_policy.cuts(schedule) for schedule in schedules]
+        for item, own_config in enumerate(batch.configs):
             of_first = {}
             if cuts[item] != cuts[0]:  # the shots of a batch are the first video's
                 of_first = {"cuts": cuts[0]}
             calls, video_latents = records, latents[item : item + 1]
-            if len(configs) > 1:
+            if len(batch) > 1:
                 calls = [call.of_item(item) for call in records if call.item in (None, item)]
             common = self.common(own_config, edits, files=files, live=live, **depends, **of_first) | about
             rollouts.note_calls(common, edits, touched)

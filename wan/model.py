@@ -1,6 +1,7 @@
 """The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text to flow."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -27,6 +28,21 @@ class Rope(NamedTuple):
 
     queries: tuple[Tensor, Tensor]
     keys: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """What every layer takes in a forward, beside the residual stream [B, L, dim].
+
+    Without a KV cache the keys are the call's own: layout says what they are, and mask what may be attended.
+    """
+
+    time: Tensor  # time projection per frame, float32 [B, F or 1, 6, dim]
+    rope: Rope
+    text: TextKeysValues  # the prompt's keys and values, of all layers
+    kv_cache: Cache = None
+    mask: Mask = None
+    layout: KeyLayout | None = None
 
 
 class Modulation(NamedTuple):
@@ -160,17 +176,11 @@ class SelfAttention(_Attention):
 
     kind = "self"
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        kv_cache: Cache = None,
-        mask: Mask = None,
-        layout: KeyLayout | None = None,
-    ) -> Tensor:
-        """x [B, L, dim]. layout is required where kv_cache is None: it says what the keys are."""
-        with_raw = kv_cache is not None and kv_cache.stores_raw
-        return self.merge(self.attend(self.project(x, rope, with_raw), kv_cache, mask, layout))
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """[B, L, dim] -> [B, L, dim]."""
+        with_raw = inputs.kv_cache is not None and inputs.kv_cache.stores_raw
+        projected = self.project(x, inputs.rope, with_raw)
+        return self.merge(self.attend(projected, inputs))
 
     # project() and merge() know nothing of the past, nor of who is looking: wan/wings/parallel.py exchanges
     # tokens for heads in between, wan/wings/graphs.py replays both.
@@ -201,15 +211,10 @@ class SelfAttention(_Attention):
             return rotated, (raw,)
         return rotated, ()
 
-    def attend(
-        self,
-        projected: Sequence[Tensor],
-        kv_cache: Cache = None,
-        mask: Mask = None,
-        layout: KeyLayout | None = None,
-    ) -> Tensor:
+    def attend(self, projected: Sequence[Tensor], inputs: LayerInputs) -> Tensor:
         """Return what heads see with what project() gave, [B, L, H, D]."""
         q, k, v, *raw_k = projected  # [B, L, H, D]
+        kv_cache, layout = inputs.kv_cache, inputs.layout
         if kv_cache is not None:
             # The cache takes this block's keys and gives back those of the past with them.
             seen = kv_cache.write(self.site.layer, q, k, v, *raw_k)
@@ -217,7 +222,7 @@ class SelfAttention(_Attention):
                 return attention_by_heads(seen, self.site, len(q))
             k, v = seen  # [B, Lk, H, D]
             layout = kv_cache.layouts[self.site.layer]
-        return attention(q, k, v, self.site, mask, layout)
+        return attention(q, k, v, site=self.site, mask=inputs.mask, layout=layout)
 
     def merge(self, seen: Tensor, out: Tensor | None = None) -> Tensor:
         """Project what all heads saw, [B, L, H, D] -> [B, L, dim]; written into out where it is given."""
@@ -260,23 +265,11 @@ class Block(nn.Module):
         self.ffn = FeedForward(dim, config.ffn_dim, layer)
         self.modulation = random_rows(6, dim)
 
-    def forward(
-        self,
-        x: Tensor,
-        time: Tensor,
-        rope: Rope,
-        text: tuple[Tensor, Tensor],
-        kv_cache: Cache = None,
-        mask: Mask = None,
-        layout: KeyLayout | None = None,
-    ) -> Tensor:
-        """x [B, L, dim], time the time projection per frame, float32 [B, F or 1, 6, dim].
-
-        text are its keys and values, [B, n, H, D] each.
-        """
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """[B, L, dim] -> [B, L, dim]."""
         # 1. Shift, scale and gate of both sublayers (AdaLN-zero of DiT, arXiv 2212.09748).
         x = sites.hook_point("resid_pre", self.layer, x)
-        attend, feed = self.modulations(time)
+        attend, feed = self.modulations(inputs.time)
         if sites.watchers() and sites.is_shown("mod_shift", "mod_scale", "mod_gate"):
             # Watchers see self-attention's and the FFN's rows as one tensor [B, F or 1, 2, dim].
             rows = [
@@ -286,8 +279,8 @@ class Block(nn.Module):
             attend, feed = (Modulation(*parts) for parts in zip(*rows, strict=True))
         # 2. Self-attention over the KV cache, cross-attention to the text, FFN; each adds to the stream.
         normed = modulated_norm(x, attend.scale, attend.shift, self.eps)
-        seen = self.self_attn(normed, rope, kv_cache, mask, layout)
-        x, fed = self.feed(x, seen, attend, feed, text)
+        seen = self.self_attn(normed, inputs)
+        x, fed = self.feed(x, seen, attend, feed, inputs.text[self.layer])
         return sites.hook_point("resid_post", self.layer, gated_add(x, fed, feed.gate))
 
     def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
@@ -434,23 +427,15 @@ class WanModel(nn.Module):
         layout = None
         if kv_cache is None:
             layout = KeyLayout.of_frames(frames, x.shape[1])
-        x = self.run_layers(x, rows, rope, text, kv_cache, mask, layout)
+        inputs = LayerInputs(time=rows, rope=rope, text=text, kv_cache=kv_cache, mask=mask, layout=layout)
+        x = self.run_layers(x, inputs)
         # 4. Tokens to flow.
         return self.flow_of(x, time, grid_h, grid_w)
 
-    def run_layers(
-        self,
-        x: Tensor,
-        time: Tensor,
-        rope: Rope,
-        text: TextKeysValues,
-        kv_cache: Cache = None,
-        mask: Mask = None,
-        layout: KeyLayout | None = None,
-    ) -> Tensor:
-        """Run all layers one after the other, [B, L, dim] -> [B, L, dim]; text is of every layer."""
-        for block, block_text in zip(self.blocks, text, strict=True):
-            x = block(x, time, rope, block_text, kv_cache, mask, layout)
+    def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Run all layers one after the other, [B, L, dim] -> [B, L, dim]."""
+        for block in self.blocks:
+            x = block(x, inputs)
         return x
 
     def flow_of(self, x: Tensor, time: Tensor, height: int, width: int) -> Tensor:

@@ -1,8 +1,9 @@
 """The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,8 +16,53 @@ from wan.errors import ConfigError
 from wan.model import CausalWanModel
 from wan.noise import Noise, TensorNoise, check_frames
 
-Probe = Callable[[int, Callable[..., Tensor]], None]
+if TYPE_CHECKING:
+    from wan.checkpoint import LoadReport
+
+Blocks = Iterator[tuple[range, Tensor]]  # frames of a block, and its latents [B, n, C, h, w]
+Probe = Callable[[int, Callable[..., Tensor]], None]  # (block, denoise)
 SIGMA_MAX = 0.999  # where UniPC starts, before the shift
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutInputs:
+    """Describe a rollout of one video, or of a batch of B. Frames are latent frames, [C, h, w] each.
+
+    A rollout may begin with num_given clean frames; num_frames follow them, which are generated. The block
+    behind a beginning takes the first block's steps, unless the rollout resumes an earlier one.
+    """
+
+    noise: Noise  # of the generated frames, [B, F, C, h, w]
+    prompt_embeds: Tensor  # states of the prompt, [B, n, text_dim]
+    num_frames: int | None = None  # that are generated; None: all that the noise has
+    num_given: int = 0
+    given: Callable[[range], Tensor] | None = None  # frames -> their clean latents [B, n, C, h, w]
+    resumes: bool = False
+    prompt_schedule: Sequence[cache.PromptSwitch] = ()  # later prompts
+    on_pass: Callable[[], None] | None = None  # called after each forward
+    # Called before each generated block with its number and a function that denoises it, from other noise
+    # [B, n, C, h, w] where that is given -> x0, as often as wanted, without a trace in the rollout.
+    probe: Probe | None = None
+
+    @property
+    def generated(self) -> range:
+        """The frames that are generated."""
+        count = self.num_frames
+        if count is None:
+            count = self.noise.shape[1]
+        return range(self.num_given, self.num_given + count)
+
+    def clean_latents(self, frames: range) -> Tensor | None:
+        """Return the given latents [B, m, C, h, w] with which a block begins; None where it has none."""
+        beginning = frames[: max(0, self.num_given - frames.start)]
+        if self.given is None or not beginning:
+            return None
+        return self.given(beginning)
+
+
+def frames_of(latents: Tensor) -> Callable[[range], Tensor]:
+    """Return a function of frames that gives their latents [B, n, C, h, w], of latents [B, F, C, h, w]."""
+    return lambda frames: latents[:, frames.start : frames.stop]
 
 
 class FlowSchedule:
@@ -164,7 +210,7 @@ class CausalInferencePipeline:
         loaded from, quantised how it was stored there, cache_bytes what keys and values take after the newest
         block.
         """
-        self.weights: Any = ""
+        self.weights: LoadReport | None = None
         self.quantised, self.cache_bytes = "", 0
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
@@ -226,7 +272,7 @@ class CausalInferencePipeline:
         Without return_latents the video alone. renoise [steps - 1, B, F, C, h, w] replaces the fresh noise
         between steps, else generator draws it. initial_latent [B, G, C, h, w] is a given beginning, and must
         fill whole blocks, but for one frame that block 0 holds (held_first_frame). on_block is called with
-        the block and its latents when it is finished; the rest is as in blocks().
+        the block and its latents when it is finished; the rest is as in RolloutInputs.
         """
         # 1. Inputs: the given beginning, and the prompt's states [B, n, text_dim].
         beginning = noise[:, :0]  # [B, G, C, h, w]
@@ -235,17 +281,18 @@ class CausalInferencePipeline:
         if prompt_embeds is None:
             prompt_embeds = self.encode(text_prompts)
         # 2. The rollout, block by block; nothing is computed before the loop asks for it.
-        rollout = self.blocks(
-            TensorNoise(noise, renoise, generator, start=beginning.shape[1]),
-            prompt_embeds,
-            num_given=beginning.shape[1],
-            given=lambda frames: beginning[:, frames.start : frames.stop],
+        num_given = beginning.shape[1]
+        inputs = RolloutInputs(
+            noise=TensorNoise(noise, renoise, generator, start=num_given),
+            prompt_embeds=prompt_embeds,
+            num_given=num_given,
+            given=frames_of(beginning),
             prompt_schedule=prompt_schedule,
             on_pass=on_pass,
             probe=probe,
         )
         finished = []
-        for block, (_, x0) in enumerate(rollout):
+        for block, (_, x0) in enumerate(self.blocks(inputs)):
             finished.append(x0)
             if on_block:
                 on_block(block, x0)
@@ -258,67 +305,42 @@ class CausalInferencePipeline:
             return video, latents
         return video
 
-    @torch.no_grad()
-    def blocks(
-        self,
-        noise: Noise,
-        prompt_embeds: Tensor,
-        *,
-        num_frames: int | None = None,
-        num_given: int = 0,
-        given: Callable[[range], Tensor] | None = None,
-        resumes: bool = False,
-        prompt_schedule: Sequence[cache.PromptSwitch] = (),
-        on_pass: Callable[[], None] | None = None,
-        probe: Probe | None = None,
-    ) -> Iterator[tuple[range, Tensor]]:
+    def blocks(self, inputs: "RolloutInputs | Noise", *older: Any, **fields: Any) -> Blocks:
         """Roll out block by block: yield the frames of each and its latents [B, n, C, h, w].
 
-        It holds the cache and one block, so that a video may be of any length: num_frames of the noise's
-        frames, or all of them, after num_given frames that given(frames) returns. They are a beginning, so
-        that the block behind them takes the first block's steps, unless it resumes an earlier rollout.
-        on_pass is called after each forward. probe is called before each generated block with its number and
-        a function that denoises it, from other noise [B, n, C, h, w] where that is given -> x0, as often as
-        wanted, without a trace in the rollout.
+        It holds the cache and one block, so that a video may be of any length. Raises ConfigError for inputs
+        that do not fit the blocks, the cache policy or who watches, before anything is computed. Version 2
+        also takes the fields of RolloutInputs as arguments: blocks(noise, prompt_embeds, num_frames=6).
         """
+        if isinstance(inputs, RolloutInputs):
+            return self.roll_out(inputs)
+        return self.roll_out(RolloutInputs(inputs, *older, **fields))
+
+    @torch.no_grad()
+    def roll_out(self, inputs: RolloutInputs) -> Blocks:
+        """Denoise block by block: the algorithm of blocks()."""
         # 0. Refuse what could not be done, before anything is computed.
         check_numerics()
-        if num_frames is None:
-            num_frames = noise.shape[1]
-        blocks = self.block_ranges(num_given, num_frames)
-        check_frames(noise, range(num_given, num_given + num_frames))
-        if prompt_schedule:
-            self.cache_policy.check_schedule(prompt_schedule, blocks)
-        if probe:  # a block can be denoised twice where its passes leave noise and past as they are
-            policy = self.cache_policy
-            if not noise.is_repeatable or policy.chooses_by_layer or policy.release:
-                remedy = "take noise that is drawn again (renoise), and cache_policy full or window"
-                raise ConfigError(f"a probe would change noise or cache ({policy.name}); {remedy}")
-        sites.check_watchers(self.sizes(num_frames, num_given, resumes))
-        video = Rollout(
-            self,
-            noise,
-            prompt_embeds,
-            num_frames=num_given + num_frames,
-            first_block=first_denoised(blocks, num_given, resumes),
-            prompt_schedule=prompt_schedule,
-            on_pass=on_pass,
-        )
+        blocks = self.block_ranges(inputs.num_given, len(inputs.generated))
+        check_frames(inputs.noise, inputs.generated)
+        if inputs.prompt_schedule:
+            self.cache_policy.check_schedule(inputs.prompt_schedule, blocks)
+        if inputs.probe:
+            self.check_probe(inputs.noise)
+        sites.check_watchers(self.sizes(len(inputs.generated), inputs.num_given, inputs.resumes))
+        video = Rollout(self, inputs)
 
         for block, frames in enumerate(blocks):
             # 1. Make room for the block in the KV cache. A new prompt may begin here.
             video.make_room(block, frames)
 
             # 2. Denoise, from pure noise to clean latents; frames that are given stay as they are.
-            beginning = frames[: max(0, num_given - frames.start)]
-            if given and beginning == frames:
-                x0 = given(frames)
+            clean = inputs.clean_latents(frames)
+            if clean is not None and clean.shape[1] == len(frames):
+                x0 = clean
             else:
-                clean = None
-                if given and beginning:
-                    clean = given(beginning)
-                if probe:
-                    probe(block, partial(video.denoise, block, frames, clean))
+                if inputs.probe:
+                    inputs.probe(block, partial(video.denoise, block, frames, clean))
                 x0 = video.denoise(block, frames, clean)
 
             # 3. Remember: the clean pass overwrites this block's keys and values, which later blocks see.
@@ -328,6 +350,13 @@ class CausalInferencePipeline:
                 del video.past[: -(video.kv_cache.policy.recomputed_frames or len(video.past))]
             self.cache_bytes = video.kv_cache.nbytes
             yield frames, x0
+
+    def check_probe(self, noise: Noise) -> None:
+        """Raise ConfigError where denoising a block twice would change the noise or the past of others."""
+        policy = self.cache_policy
+        if not noise.is_repeatable or policy.chooses_by_layer or policy.release:
+            remedy = "take noise that is drawn again (renoise), and cache_policy full or window"
+            raise ConfigError(f"a probe would change noise or cache ({policy.name}); {remedy}")
 
     def block_ranges(self, num_given: int, num_frames: int) -> list[range]:
         """Return the frames of every block. ConfigError where given or generated frames end within one."""
@@ -376,30 +405,32 @@ def behind(clean: Tensor | None, x: Tensor) -> Tensor:
 
 
 class Rollout:
-    """One video, or a batch of them, in the making: its noise, its prompt and what it remembers."""
+    """One video, or a batch of them, in the making: its inputs, its prompt now, and what it remembers."""
 
-    def __init__(
-        self,
-        pipeline: CausalInferencePipeline,
-        noise: Noise,
-        prompt_embeds: Tensor,
-        *,
-        num_frames: int,
-        first_block: int,
-        prompt_schedule: Sequence[cache.PromptSwitch],
-        on_pass: Callable[[], None] | None,
-    ):
-        self.pipeline, self.model, self.noise, self.on_pass = pipeline, pipeline.model, noise, on_pass
-        batch, _, _, height, width = noise.shape
-        self.text = self.model.text_keys_values(prompt_embeds)
-        policy, size = pipeline.cache_policy, pipeline.num_frame_per_block
-        self.kv_cache: Any = self.model.new_kv_cache(batch, num_frames, height, width, policy, size)
-        self.kv_cache.has_switches = bool(prompt_schedule)
-        self.switches = {switch.frame: switch for switch in prompt_schedule}
-        self.first_block = first_block  # which takes the first block's steps
-        self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where keys are computed again
+    def __init__(self, pipeline: CausalInferencePipeline, inputs: RolloutInputs):
+        self.pipeline, self.model, self.inputs = pipeline, pipeline.model, inputs
+        # 1. The prompt, and those that follow.
+        self.text = self.model.text_keys_values(inputs.prompt_embeds)
+        self.switches = {switch.frame: switch for switch in inputs.prompt_schedule}
+        # 2. The KV cache, of given and generated frames.
+        batch, _, _, height, width = inputs.noise.shape
+        self.kv_cache = self.model.new_kv_cache(
+            batch=batch,
+            num_frames=inputs.generated.stop,
+            height=height,
+            width=width,
+            policy=pipeline.cache_policy,
+            block_size=pipeline.num_frame_per_block,
+        )
+        self.kv_cache.has_switches = bool(self.switches)
+        # 3. Clean latents [B, 1, C, h, w] of the past, where its keys are computed again.
+        self.past: list[Tensor] = []
         self.context = pipeline.recompute_context
-        self.keeps_past = self.context > 0 or any(switch.how == "recache" for switch in prompt_schedule)
+        hows = {switch.how for switch in inputs.prompt_schedule}
+        self.keeps_past = self.context > 0 or "recache" in hows
+        # 4. The block that takes the first block's steps.
+        blocks = pipeline.block_ranges(inputs.num_given, len(inputs.generated))
+        self.first_block = first_denoised(blocks, inputs.num_given, inputs.resumes)
 
     def make_room(self, block: int, frames: range) -> None:
         """Put the block's frames into the cache; before that, change the prompt where a switch says so."""
@@ -411,7 +442,7 @@ class Rollout:
             if embeds is None:
                 prompts = None
                 if switch.prompt is not None:
-                    prompts = [switch.prompt] * self.noise.shape[0]
+                    prompts = [switch.prompt] * self.inputs.noise.shape[0]
                 embeds = self.pipeline.encode(prompts)
             self.text = self.model.text_keys_values(embeds)
             self.kv_cache.announce_prompt(switch.prompt)
@@ -445,9 +476,10 @@ class Rollout:
         if clean is not None:
             num_held = clean.shape[1]
         sigmas, free = [self.pipeline.sigmas[step] for step in steps], frames[num_held:]
-        solver = self.pipeline.solver(sigmas, draw=lambda number: self.noise.fresh(number, free))
+        noise = self.inputs.noise
+        solver = self.pipeline.solver(sigmas, draw=lambda number: noise.fresh(number, free))
         if x is None:
-            x = self.noise.first(free)
+            x = noise.first(free)
         for number, step in enumerate(steps):
             # 1. Predict the clean block.
             at, whole = self.pipeline.at(block, frames, step, num_held), behind(clean, x)
@@ -467,6 +499,6 @@ class Rollout:
             t = t.new_tensor([level for _, level in at.levels]).expand(len(x), -1)  # [B, n]
         with sites.during(at):
             flow = self.model(x, t, self.text, self.kv_cache)
-        if self.on_pass:
-            self.on_pass()
+        if self.inputs.on_pass:
+            self.inputs.on_pass()
         return flow

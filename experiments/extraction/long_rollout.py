@@ -37,6 +37,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
+from wan.pipeline import RolloutInputs
 from wan.policies import policy_of
 from wan.wings.seeded_noise import seeded_noise
 
@@ -154,15 +155,16 @@ def rollout_from(
     if can_be_given:
         num_given = blocks[first].start
     block_at = {frames.start: block for block, frames in enumerate(blocks)}
-    yield from session.pipeline.blocks(
-        seeded_noise([config], session.model_config, session.dtype, session.device),
-        session.texts[config.prompt][0],
+    inputs = RolloutInputs(
+        noise=seeded_noise([config], session.model_config, session.dtype, session.device),
+        prompt_embeds=session.texts[config.prompt][0],
         num_frames=config.num_frames - num_given,
         num_given=num_given,
         given=lambda frames: latents.take(block_at[frames.start])[None].to(session.device),
         resumes=True,
         prompt_schedule=session.switches(config),
     )
+    yield from session.pipeline.blocks(inputs)
 
 
 # --- The command: from flags to files

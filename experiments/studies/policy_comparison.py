@@ -45,6 +45,7 @@ from wan.capture import CapturedCall
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
 from wan.errors import ConfigError
+from wan.pipeline import RolloutInputs
 from wan.policies import policy_of, read_policy
 from wan.vae import VAE
 from wan.wings.seeded_noise import seeded_noise
@@ -288,7 +289,11 @@ class PolicyRuns:
         pipeline = pipeline_of(session.pipeline.model, config)
         configs = [item.config for item in items]
         noise = seeded_noise(configs, session.model_config, session.dtype, session.device)
-        text = torch.cat([session.texts[config.prompt][0] for config in configs])
+        inputs = RolloutInputs(
+            noise=noise,
+            prompt_embeds=torch.cat([session.texts[config.prompt][0] for config in configs]),
+            num_frames=num_frames,
+        )
         capture = self.capture
         if num_frames is not None:
             capture = BlockCapture()
@@ -301,7 +306,7 @@ class PolicyRuns:
 
         def timed_blocks(calls: list[CapturedCall]) -> Iterator[Tensor]:
             start = time.monotonic()
-            for number, (_, latents) in enumerate(pipeline.blocks(noise, text, num_frames=num_frames)):
+            for number, (_, latents) in enumerate(pipeline.blocks(inputs)):
                 if on_gpu:
                     torch.cuda.synchronize(session.device)
                 seconds.append(time.monotonic() - start)

@@ -1,5 +1,6 @@
 """Causal Forcing against its own inference: the minute-long sampler, and framewise videos from a picture."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from conftest import GOLDEN, golden_model
 from helpers.longlive2 import read_arrays
 
 from wan.noise import TensorNoise
-from wan.pipeline import CausalInferencePipeline
+from wan.pipeline import CausalInferencePipeline, RolloutInputs, frames_of
 from wan.wings.rolling_forcing import RollingForcingPipeline
 
 ATOL = 2e-5
@@ -61,7 +62,7 @@ def test_an_interrupted_rollout_keeps_the_steps_of_its_first_block():
         golden_model(), num_frame_per_block=1, denoising_step_list=steps, first_block_steps=first_steps
     )
     noise = TensorNoise(run["noise"], run["renoise"])
-    whole = torch.cat([x0 for _, x0 in pipeline.blocks(noise, run["prompt_embeds"])], 1)
-    options = {"num_given": 2, "num_frames": 3, "given": lambda frames: whole[:, frames.start : frames.stop]}
-    parts = pipeline.blocks(noise, run["prompt_embeds"], resumes=True, **options)
-    assert torch.equal(torch.cat([x0 for _, x0 in parts], 1), whole)
+    inputs = RolloutInputs(noise, run["prompt_embeds"])
+    whole = torch.cat([x0 for _, x0 in pipeline.blocks(inputs)], 1)
+    rest = replace(inputs, num_given=2, num_frames=3, given=frames_of(whole), resumes=True)
+    assert torch.equal(torch.cat([x0 for _, x0 in pipeline.blocks(rest)], 1), whole)

@@ -11,6 +11,7 @@ from wan.blocks import block_ranges
 from wan.config import CARDS, RunConfig
 from wan.errors import ConfigError
 from wan.noise import CardGenerator, TensorNoise, released_noise
+from wan.pipeline import RolloutInputs, frames_of
 from wan.wings.rolling_forcing import RollingForcingPipeline
 from wan.wings.seeded_noise import SeededNoise
 
@@ -53,7 +54,7 @@ def test_what_is_not_drawn_is_refused_before_the_first_forward():
     pipeline = tiny_pipeline()
     for run in (pipeline, RollingForcingPipeline(pipeline.model, denoising_step_list=[1000, 500])):
         for noise in (SeededNoise([5], FRAMES, SHAPE, STEPS), TensorNoise(torch.zeros(1, 9, *SHAPE))):
-            forwards = run.blocks(noise, EMBEDS, num_frames=12, on_pass=pytest.fail)
+            forwards = run.blocks(RolloutInputs(noise, EMBEDS, num_frames=12, on_pass=pytest.fail))
             with pytest.raises(ConfigError, match=r"noise of frames 0\.\.8 is not that of frames 0\.\.11"):
                 next(forwards)
 
@@ -61,14 +62,25 @@ def test_what_is_not_drawn_is_refused_before_the_first_forward():
 def test_a_rollout_of_blocks_is_inference_and_goes_on_behind_given_frames():
     pipeline, seeded, noise = tiny_pipeline(), SeededNoise([5], FRAMES, SHAPE, STEPS), at_once(5)
     whole = pipeline.inference(noise[None, 0], prompt_embeds=EMBEDS, renoise=noise[1:, None])[1]
-    parts = list(pipeline.blocks(seeded, EMBEDS))
+    parts = list(pipeline.blocks(RolloutInputs(seeded, EMBEDS)))
     assert [frames for frames, _ in parts] == [range(3), range(3, 6), range(6, 9)]
     assert torch.equal(torch.cat([x0 for _, x0 in parts], 1), whole)
-    short = torch.cat([x0 for _, x0 in pipeline.blocks(seeded, EMBEDS, num_frames=6)], 1)
+    short = torch.cat([x0 for _, x0 in pipeline.blocks(RolloutInputs(seeded, EMBEDS, num_frames=6))], 1)
     assert torch.equal(short, whole[:, :6])
-    given = {"num_given": 6, "given": lambda f: whole[:, f.start : f.stop]}
-    again = pipeline.blocks(seeded, EMBEDS, num_frames=3, **given)
+    behind = RolloutInputs(seeded, EMBEDS, num_frames=3, num_given=6, given=frames_of(whole))
+    again = pipeline.blocks(behind)
     assert torch.equal(torch.cat([x0 for _, x0 in again], 1), whole)
+
+
+def test_blocks_takes_the_fields_of_rollout_inputs_as_arguments():
+    """As in version 2."""
+    pipeline, noise = tiny_pipeline(), SeededNoise([5], FRAMES, SHAPE, STEPS)
+    inputs = RolloutInputs(noise, EMBEDS, num_frames=6)
+    by_name = list(pipeline.blocks(noise, EMBEDS, num_frames=6))
+    for (frames, x0), (expected_frames, expected) in zip(by_name, pipeline.blocks(inputs), strict=True):
+        assert frames == expected_frames and torch.equal(x0, expected)
+    with pytest.raises(TypeError, match="num_frame"):
+        pipeline.blocks(noise, EMBEDS, num_frame=6)
 
 
 def public_draws(config: RunConfig, device: str) -> list[torch.Tensor]:

@@ -49,7 +49,8 @@ def test_heads_see_what_their_class_keeps(per_head):
     blocks: list[int] = []
 
     def compare(self, args, out):
-        x, rope, kv_cache, *_ = args
+        x, inputs = args
+        rope, kv_cache = inputs.rope, inputs.kv_cache
         q, k = self.norm_q(self.q(x), rope.queries), self.norm_k(self.k(x), rope.keys)
         layer = self.site.layer
         own = zip(kv_cache.newest, k[0].double().split(S), self.values(x)[0].double().split(S), strict=True)

@@ -77,10 +77,12 @@ class Watch:
             hook.remove()
 
     def read(self, module, args):
-        self.text = args[3][0].double()
+        _, inputs = args
+        self.text = inputs.text[module.layer][0].double()
 
     def compare(self, module, args, out):
-        x, _, cache, *_ = args
+        x, inputs = args
+        cache = inputs.kv_cache
         at, layer = ATTENTION_WEIGHT_CAPTURE.current_pass, module.site.layer
         oracle, is_first = self.oracles[layer], self.block[layer] != at.block
         block = range(at.query_frames[0], at.query_frames[-1] + 1)

@@ -25,23 +25,22 @@ import gc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from threading import Lock
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wan import cache as kv
-from wan import capture, sites
+from wan import capture, keys, sites
 from wan import model as wan_model
 from wan.activations import SiteCapture
 from wan.attention import Call
 from wan.errors import one_line
-from wan.keys import KeyLayout
 
 Replay = Callable[[], None]
 
@@ -52,8 +51,8 @@ def apply_cuda_graphs(model: wan_model.CausalWanModel, after: int = 1, whole: bo
     Under gradients, edits or captured text attention they run as before. whole: whether passes become one
     graph too; None: on several GPUs.
     """
-    recorder, inputs = Recorder(model.device), dict[Hashable, OnOneGPU]()
-    layers = [ReplayedBlock(block, recorder, inputs, after) for block in model.blocks]
+    recorder, fixed = Recorder(model.device), dict[Hashable, OnOneGPU]()
+    layers = [ReplayedBlock(block, recorder, fixed, after) for block in model.blocks]
     for block, replayed in zip(model.blocks, layers, strict=True):
         vars(block)["forward"] = replayed
     vars(model)["run_layers"] = ReplayedPass(model, layers, recorder, whole)
@@ -72,7 +71,7 @@ def forget_cuda_graphs(model: wan_model.CausalWanModel) -> None:
     for block in model.blocks:
         layer = vars(block).get("forward")
         if isinstance(layer, ReplayedBlock):
-            for recordings in (layer.graphs, layer.texts, layer.copied, layer.inputs):
+            for recordings in (layer.graphs, layer.texts, layer.copied, layer.fixed):
                 recordings.clear()
             layer.recorder.renew()
     whole = vars(model).get("run_layers")
@@ -157,10 +156,11 @@ class OnOneGPU:
     The methods define what runs in which graph, and what runs between them.
     """
 
-    def __init__(self, x: Tensor, time: Tensor, rope: wan_model.Rope, num_heads: int):
+    def __init__(self, x: Tensor, inputs: wan_model.LayerInputs, num_heads: int):
         self.x = torch.empty_like(x, memory_format=torch.contiguous_format)  # at the end, what a layer gives
-        self.time = torch.empty_like(time)
-        self.rope = wan_model.Rope(*((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in rope))
+        self.time = torch.empty_like(inputs.time)
+        queries, keys = ((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in inputs.rope)
+        self.rope = wan_model.Rope(queries, keys)
         self._taken: tuple[Tensor, wan_model.Rope] | None = None
         self.allocate(num_heads)
 
@@ -170,14 +170,16 @@ class OnOneGPU:
         self.keys = torch.empty_like(self.x)  # before their norm
         self.queries = torch.empty_like(self.x).unflatten(-1, (num_heads, -1))
 
-    def take(self, x: Tensor, time: Tensor, rope: wan_model.Rope) -> None:
+    def take(self, x: Tensor, inputs: wan_model.LayerInputs) -> None:
         """Copy a layer's input in: x unless the layer before wrote it here, the rest once per forward."""
         if x is not self.x:
             self.x.copy_(x)
+        time, rope = inputs.time, inputs.rope
         if self._taken is None or self._taken[0] is not time or self._taken[1] is not rope:
             self.time.copy_(time)
             copy_all([*self.rope.queries, *self.rope.keys], [*rope.queries, *rope.keys])
-            self._taken = time, rope  # also so that nothing else can be the same object
+            # Held so that nothing else can be the same object; the inputs would hold their KV cache too.
+            self._taken = time, rope
 
     def project(self, block: wan_model.Block, with_raw: bool) -> None:
         """Compute the recorded part before attention."""
@@ -186,12 +188,12 @@ class OnOneGPU:
         attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
         wan_model.multiply(attn.k, self.normed, self.keys)
 
-    def attend(self, attn: wan_model.SelfAttention, kv_cache: kv.AnyCache) -> None:
+    def attend(self, attn: wan_model.SelfAttention, inputs: wan_model.LayerInputs) -> None:
         """Compute what is not recorded: keys, values, attention and the product after it."""
         projected = [self.queries, attn.norm_k(self.keys, self.rope.keys), attn.values(self.normed)]
-        if kv_cache.stores_raw:
+        if inputs.kv_cache is not None and inputs.kv_cache.stores_raw:
             projected.append(attn.norm_k(self.keys))
-        attn.merge(attn.attend(projected, kv_cache), self.normed)
+        attn.merge(attn.attend(projected, inputs), self.normed)
 
     def merged(self, attn: wan_model.SelfAttention) -> Tensor:
         """Return self-attention's output, inside the second recorded part."""
@@ -218,8 +220,8 @@ class OnSeveralGPUs(OnOneGPU):
         self.projected = self.projected or projected
         copy_all(self.projected, projected)
 
-    def attend(self, attn: wan_model.SelfAttention, kv_cache: kv.AnyCache) -> None:
-        heads = attn.attend(self.projected, kv_cache)
+    def attend(self, attn: wan_model.SelfAttention, inputs: wan_model.LayerInputs) -> None:
+        heads = attn.attend(self.projected, inputs)
         if self.heads is None:
             self.heads = heads
         copy_all([self.heads], [heads])
@@ -236,10 +238,10 @@ class ReplayedBlock:
         self,
         block: wan_model.Block,
         recorder: Recorder,
-        inputs: dict[Hashable, OnOneGPU],
+        fixed: dict[Hashable, OnOneGPU],
         after: int,
     ):
-        self.block, self.recorder, self.inputs, self.after = block, recorder, inputs, after
+        self.block, self.recorder, self.fixed, self.after = block, recorder, fixed, after
         self.eager: Callable[..., Tensor] = block.forward
         if isinstance(self.eager, ReplayedBlock):
             self.eager = self.eager.eager
@@ -248,49 +250,40 @@ class ReplayedBlock:
         self.copied: dict[Hashable, weakref.ref[Tensor]] = {}  # and whose they are now
         self.calls: Counter[Hashable] = Counter()  # without graphs
 
-    def __call__(
-        self,
-        x: Tensor,
-        time: Tensor,
-        rope: wan_model.Rope,
-        text: tuple[Tensor, Tensor],
-        kv_cache: wan_model.Cache = None,
-        mask: wan_model.Mask = None,
-        layout: KeyLayout | None = None,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, inputs: wan_model.LayerInputs) -> Tensor:
         # 1. Training and whoever looks inside a layer need its Python; so do the first calls of a shape, and
         #    the recording of a whole pass.
         if self.recorder.is_whole:
-            return self.eager(x, time, rope, text, kv_cache)
-        by = sites.observer()  # who may need the call itself
+            return self.eager(x, inputs)
+        by, attn, kv_cache = sites.observer(), self.block.self_attn, inputs.kv_cache
         hidden = sites.is_hidden(self.block.layer) or (by and by.wants(self.block.cross_attn.site))
-        if kv_cache is None or mask is not None or hidden or torch.is_grad_enabled():
+        if kv_cache is None or inputs.mask is not None or hidden or torch.is_grad_enabled():
             if any(isinstance(watcher, SiteCapture) for watcher in sites.watchers()):
                 say_that_graphs_wait()
-            return self.eager(x, time, rope, text, kv_cache, mask, layout)
-        attn = self.block.self_attn
+            return self.eager(x, inputs)
+        text = inputs.text[self.block.layer]
         with_raw = attn.site.shard is not None and kv_cache.stores_raw  # one GPU has them between the graphs
-        key = with_raw, x.shape, time.shape, rope.keys[0].shape, text[0].shape
+        key = with_raw, x.shape, inputs.time.shape, inputs.rope.keys[0].shape, text[0].shape
         if self.calls[key] < self.after:
             self.calls[key] += 1
-            return self.eager(x, time, rope, text, kv_cache)
+            return self.eager(x, inputs)
 
         # 2. Bring the inputs to the addresses that the graphs know.
-        if key not in self.inputs:  # of all layers
+        if key not in self.fixed:  # of all layers
             kind = OnOneGPU
             if attn.site.shard is not None:
                 kind = OnSeveralGPUs
-            self.inputs[key] = kind(x, time, rope, attn.num_heads)
-        inputs = self.inputs[key]
-        inputs.take(x, time, rope)
+            self.fixed[key] = kind(x, inputs, attn.num_heads)
+        fixed = self.fixed[key]
+        fixed.take(x, inputs)
         text = self.text_of(text)
         # 3. Graph, attention, graph.
         if ("before", key) not in self.graphs:
-            inputs.project(self.block, with_raw)  # compiles what no call without graphs did; finds addresses
-        self._replay(("before", key), lambda: inputs.project(self.block, with_raw))
-        inputs.attend(attn, kv_cache)
-        self._replay(("after", key), lambda: inputs.finish(self.block, text))
-        return inputs.x
+            fixed.project(self.block, with_raw)  # compiles what no call without graphs did; finds addresses
+        self._replay(("before", key), lambda: fixed.project(self.block, with_raw))
+        fixed.attend(attn, inputs)
+        self._replay(("after", key), lambda: fixed.finish(self.block, text))
+        return fixed.x
 
     def text_of(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the prompt's keys and values at the addresses that the graphs read."""
@@ -319,6 +312,19 @@ class WholePass:
     flat: Tensor | None = None  # their values, one behind the other
 
 
+class PassKey(NamedTuple):
+    """What two passes have in common if one graph serves both."""
+
+    shapes: tuple[torch.Size, ...]
+    addresses: tuple[int, ...]  # of the cache's buffers
+    num_slots: int
+    own: tuple[int, int]  # slots of the block, from the first to behind the last
+    requests: tuple[Hashable, ...]
+
+
+READ_IN_PASSES = ("written", "own_slots", "layout")  # methods of a policy that see queries, or the pass
+
+
 class ReplayedPass:
     """Run all layers of a pass: one by one, or as one graph if the pass was seen before and needs no Python.
 
@@ -344,79 +350,82 @@ class ReplayedPass:
         self.forget()
 
     def forget(self) -> None:
-        self.inputs: dict[Hashable, OnOneGPU] = {}
-        self.passes: dict[Hashable, WholePass | None] = {}  # None: what is captured of it does not fit
-        self.counts: Counter[Hashable] = Counter()
+        self.fixed: dict[tuple[torch.Size, ...], Inputs] = {}  # by shapes
+        self.passes: dict[PassKey, WholePass | None] = {}  # None: what is captured of it does not fit
+        self.counts: Counter[PassKey] = Counter()
         self.newest: weakref.ref[kv.KVCache] | None = None  # the newest cache, and its addresses
         self.addresses: tuple[int, ...] = ()
 
-    def __call__(
-        self,
-        x: Tensor,
-        time: Tensor,
-        rope: wan_model.Rope,
-        text: list[tuple[Tensor, Tensor]],
-        kv_cache: wan_model.Cache = None,
-        mask: wan_model.Mask = None,
-        layout: KeyLayout | None = None,
-    ) -> Tensor:
-        # 1. Can this pass be replayed, and was it seen before?
+    def __call__(self, x: Tensor, inputs: wan_model.LayerInputs) -> Tensor:
         by = sites.observer()
-        if mask is not None or type(kv_cache) is not kv.KVCache:
-            return self.in_turn(x, time, rope, text, kv_cache, mask, layout)
-        key = self.key_of(x, time, rope, text, kv_cache, by)
-        if key is None or self.passes.get(key, key) is None:
-            return self.in_turn(x, time, rope, text, kv_cache)
-        if key not in self.passes and (self.counts[key] < self.AFTER or len(self.passes) >= self.AT_MOST):
-            if len(self.counts) > 8 * self.AT_MOST:  # most are of caches that are gone
-                self.counts.clear()
-            self.counts[key] += 1
-            if not by:
-                return self.in_turn(x, time, rope, text, kv_cache)
-            before = len(by.calls)
-            x = self.in_turn(x, time, rope, text, kv_cache)
-            if not all(map(fits_a_graph, by.calls[before:])):
-                self.passes[key] = None
-            return x
+        # 1. A pass that needs Python runs layer by layer; so do the first of a kind.
+        key = self.key_of(x, inputs, by)
+        if key is None:
+            return self.in_turn(x, inputs)
+        if key not in self.passes and not self.is_due(key):
+            self.count(key)
+            return self.watched_in_turn(key, x, inputs, by)
+        if key in self.passes and self.passes[key] is None:
+            return self.in_turn(x, inputs)
         # 2. Copy the inputs to the addresses that the graph reads.
-        shape = key[:4]
-        if shape not in self.inputs:
-            self.inputs[shape] = Inputs(x, time, rope)
-        inputs = self.inputs[shape]
-        inputs.take(x, time, rope)
-        texts = [layer.text_of(part) for layer, part in zip(self.layers, text, strict=True)]
+        if key.shapes not in self.fixed:
+            self.fixed[key.shapes] = Inputs(x, inputs)
+        fixed = self.fixed[key.shapes]
+        fixed.take(x, inputs)
+        text = [layer.text_of(pair) for layer, pair in zip(self.layers, inputs.text, strict=True)]
+        at_fixed = replace(inputs, time=fixed.time, rope=fixed.rope, text=text)
         # 3. Record, and replay.
         whole = self.passes.get(key)
         if whole is None:
-            whole = self.passes[key] = WholePass(inputs.x)
-            whole.replay = self.recorder.record(partial(self.run, whole, inputs, texts, kv_cache, by))
+            whole = self.passes[key] = WholePass(fixed.x)
+            whole.replay = self.recorder.record(partial(self.run, whole, fixed.x, at_fixed, by))
         whole.replay()
         # 4. Copy captured values out of the graph's memory.
         if by and whole.flat is not None:
-            sizes = [x.numel() for call in whole.calls for x in call.values.values()]
-            by.calls += self.calls_of(whole, iter(whole.flat.clone().split(sizes)), kv_cache)
+            sizes = [values.numel() for call in whole.calls for values in call.values.values()]
+            assert inputs.kv_cache is not None  # or it had no key
+            by.calls += self.calls_of(whole, whole.flat.clone().split(sizes), inputs.kv_cache.layouts)
         return whole.x
 
-    def key_of(
-        self, x: Tensor, time: Tensor, rope: wan_model.Rope, text: Any, kv_cache: kv.KVCache, by: Any
-    ) -> tuple[Hashable, ...] | None:
+    def is_due(self, key: PassKey) -> bool:
+        """Return whether a pass was seen often enough to be recorded, and there is room for its graph."""
+        return self.counts[key] >= self.AFTER and len(self.passes) < self.AT_MOST
+
+    def count(self, key: PassKey) -> None:
+        """Count a pass that runs layer by layer."""
+        if len(self.counts) > 8 * self.AT_MOST:  # most are of caches that are gone
+            self.counts.clear()
+        self.counts[key] += 1
+
+    def watched_in_turn(
+        self, key: PassKey, x: Tensor, inputs: wan_model.LayerInputs, by: capture.Capture | None
+    ) -> Tensor:
+        """Run layer by layer; remember a pass of which more is captured than a graph can hold."""
+        if by is None:
+            return self.in_turn(x, inputs)
+        before = len(by.calls)
+        x = self.in_turn(x, inputs)
+        if not all(map(fits_a_graph, by.calls[before:])):
+            self.passes[key] = None
+        return x
+
+    def key_of(self, x: Tensor, inputs: wan_model.LayerInputs, by: object) -> PassKey | None:
         """Return the key under which a pass is recorded; None if it needs Python."""
-        shard, policy = self.model.head_shard, type(kv_cache.policy)
+        # 1. Whole passes are replayed by several GPUs with peer memory, or where they are asked for.
+        shard, kv_cache = self.model.head_shard, inputs.kv_cache
         by_peers = getattr(shard, "peer_memory", None) is not None
-        is_plain = (
-            (by_peers or (self.whole and shard is None))
-            and self.whole is not False
-            # a policy that chooses by queries, or between passes, runs Python in write()
-            and policy.written is kv.CachePolicy.written
-            and policy.own_slots is kv.CachePolicy.own_slots
-            and policy.layout is kv.CachePolicy.layout
-            and not kv_cache.stores_raw
-            and kv_cache.layouts[0].is_plain
-            and not sites.watchers()
-            and not torch.is_grad_enabled()
-            and not any(self.hooks())
-        )
-        if not is_plain:
+        is_asked = by_peers or (self.whole and shard is None)
+        if not is_asked or self.whole is False:
+            return None
+        # 2. A cache of one buffer a layer, whose policy runs no Python in write() or between passes.
+        if type(kv_cache) is not kv.KVCache or inputs.mask is not None:
+            return None
+        policy, plain = type(kv_cache.policy), kv.CachePolicy
+        overridden = [name for name in READ_IN_PASSES if getattr(policy, name) is not getattr(plain, name)]
+        if overridden or kv_cache.stores_raw or not kv_cache.layouts[0].is_plain:
+            return None
+        # 3. Nobody edits, differentiates or hooks layers, and captures ask for frame values alone.
+        if sites.watchers() or torch.is_grad_enabled() or any(self.hooks()):
             return None
         requests = self.requests_of(by, len(x))
         if requests is None:
@@ -424,8 +433,13 @@ class ReplayedPass:
         if self.newest is None or self.newest() is not kv_cache:
             self.newest = weakref.ref(kv_cache)
             self.addresses = tuple(buffer.data_ptr() for buffer in (*kv_cache.keys, *kv_cache.values))
-        shapes = x.shape, time.shape, rope.keys[0].shape, text[0][0].shape
-        return *shapes, self.addresses, len(kv_cache.slots), kv_cache.own.start, kv_cache.own.stop, requests
+        return PassKey(
+            shapes=(x.shape, inputs.time.shape, inputs.rope.keys[0].shape, inputs.text[0][0].shape),
+            addresses=self.addresses,
+            num_slots=len(kv_cache.slots),
+            own=(kv_cache.own.start, kv_cache.own.stop),
+            requests=requests,
+        )
 
     def hooks(self) -> Iterator[Any]:
         """Yield hooks between layers that a replay would skip; those marked is_replayed are recorded."""
@@ -435,7 +449,7 @@ class ReplayedPass:
                 if not getattr(hook, "is_replayed", False):
                     yield hook
 
-    def requests_of(self, by: Any, batch: int) -> tuple[Hashable, ...] | None:
+    def requests_of(self, by: object, batch: int) -> tuple[Hashable, ...] | None:
         """Return what a capture asks of each layer; None if it is more than frame values of one video."""
         if by is None:
             return ()
@@ -452,7 +466,9 @@ class ReplayedPass:
             wanted.append((chosen, request.mass, request.rope_bands))
         return tuple(wanted)
 
-    def run(self, whole: WholePass, inputs: OnOneGPU, texts: Any, kv_cache: kv.KVCache, by: Any) -> None:
+    def run(
+        self, whole: WholePass, x: Tensor, inputs: wan_model.LayerInputs, by: capture.Capture | None
+    ) -> None:
         """Run the layers one by one and concatenate the values that a capture keeps."""
         beside: CaptureBeside | None = None
         if by:
@@ -460,7 +476,7 @@ class ReplayedPass:
         self.recorder.is_whole = True
         try:
             with sites.observed(beside):
-                whole.x = self.in_turn(inputs.x, inputs.time, inputs.rope, texts, kv_cache)
+                whole.x = self.in_turn(x, inputs)
         finally:
             self.recorder.is_whole = False
         if beside and beside.calls:
@@ -469,13 +485,13 @@ class ReplayedPass:
             whole.flat = torch.cat([x.reshape(-1) for call in whole.calls for x in call.values.values()])
 
     def calls_of(
-        self, whole: WholePass, parts: Iterator[Tensor], kv_cache: kv.KVCache
+        self, whole: WholePass, parts: Sequence[Tensor], layouts: Sequence[keys.KeyLayout]
     ) -> Iterator[capture.CapturedCall]:
-        """Yield the captured calls of the current pass."""
-        at = sites.current_pass()
+        """Yield the captured calls of the current pass, of the parts [n] of their values in turn."""
+        at, remaining = sites.current_pass(), iter(parts)
         for call in whole.calls:
-            values = {name: next(parts).view(like.shape) for name, like in call.values.items()}
-            layout = kv_cache.layouts[call.site.layer].on_host
+            values = {name: next(remaining).view(like.shape) for name, like in call.values.items()}
+            layout = layouts[call.site.layer].on_host
             yield replace(call, at=at, values=values, layout=layout)
 
 
@@ -512,8 +528,8 @@ class CaptureBeside(capture.Capture):
 class Inputs(OnOneGPU):
     """Hold the inputs of a pass at fixed addresses."""
 
-    def __init__(self, x: Tensor, time: Tensor, rope: wan_model.Rope):
-        super().__init__(x, time, rope, 1)
+    def __init__(self, x: Tensor, inputs: wan_model.LayerInputs):
+        super().__init__(x, inputs, num_heads=1)
 
     def allocate(self, num_heads: int) -> None:
         """Allocate nothing: everything else is in the graph's own memory."""

@@ -236,19 +236,23 @@ def apply_head_parallel(model: wan_model.CausalWanModel, group: Group) -> None:
     # Between the patch embedding and the head's output, each process has its share of the tokens.
     tables = model.rope_tables
 
-    def own_tables(*args: Any) -> wan_model.Rope:
-        (q_cos, q_sin), (k_cos, k_sin) = tables(*args)
+    def own_tables(
+        frames: Sequence[int], height: int, width: int, kv_cache: wan_model.Cache
+    ) -> wan_model.Rope:
+        (q_cos, q_sin), (k_cos, k_sin) = tables(frames, height, width, kv_cache)
         queries = shard.tokens(q_cos, 0), shard.tokens(q_sin, 0)
         return wan_model.Rope(queries, (shard.tokens(k_cos, 0), shard.tokens(k_sin, 0)))
 
     # Layer 0 takes this process's tokens, the head's output is joined: [B, L/P, dim] in between.
-    def own_tokens(block: nn.Module, args: tuple) -> tuple:
-        x, rows, _, _, _, mask, *_ = args
-        if mask is not None or rows.shape[1] != 1:
+    def own_tokens(
+        block: nn.Module, args: tuple[Tensor, wan_model.LayerInputs]
+    ) -> tuple[Tensor, wan_model.LayerInputs]:
+        x, inputs = args
+        if inputs.mask is not None or inputs.time.shape[1] != 1:
             raise ConfigError(
                 "several GPUs make rollouts: no mask, and one timestep for all frames of a call"
             )
-        return shard.tokens(x, 1), *args[1:]
+        return shard.tokens(x, 1), inputs
 
     own_tokens.is_replayed = True  # type: ignore[attr-defined]  # a graph of a whole pass has it
     vars(model)["rope_tables"] = own_tables
@@ -263,12 +267,12 @@ def _exchange_self(attn: wan_model.SelfAttention, shard: ProcessShard) -> None:
     """Exchange once before attention and once after it."""
     project, attend, merge = attn.project, attn.attend, attn.merge
 
-    def sent(x: Tensor, *args: Any) -> tuple[Tensor]:
-        return (shard.exchange.send(project(x, *args)),)
+    def sent(x: Tensor, rope: wan_model.Rope, with_raw: bool) -> tuple[Tensor]:
+        return (shard.exchange.send(project(x, rope, with_raw)),)
 
-    def attend_whole(projected: Sequence[Tensor], kv_cache: Any, *args: Any) -> Tensor:
+    def attend_whole(projected: Sequence[Tensor], inputs: wan_model.LayerInputs) -> Tensor:
         whole = shard.exchange.receive(projected[0], lasts=bool(sites.watchers()))
-        return shard.exchange.send_back(attend(whole, kv_cache, *args))
+        return shard.exchange.send_back(attend(whole, inputs))
 
     def merge_all(seen: Tensor) -> Tensor:
         return merge(shard.exchange.receive_back(seen))

@@ -7,7 +7,7 @@ shorter. Checked against https://github.com/TencentARC/RollingForcing as forks q
 over a first block that is still noisy are omitted, since the next pass overwrites what they write.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from wan import pipeline, sites
 from wan.blocks import rolling_attention_size
-from wan.cache import CachePolicy, CacheSizes, Capacity, KVCache, PromptSwitch, WindowedPolicy
+from wan.cache import CachePolicy, CacheSizes, Capacity, KVCache, WindowedPolicy
 from wan.errors import ConfigError
 from wan.keys import KeyLayout, Slot, rotate
-from wan.noise import Noise, check_frames
+from wan.noise import check_frames
 
 
 class RollingCache(KVCache):
@@ -102,47 +102,42 @@ class RollingForcingPipeline(pipeline.CausalInferencePipeline):
         )
 
     @torch.no_grad()
-    def blocks(
-        self,
-        noise: Noise,
-        prompt_embeds: Tensor,
-        *,
-        num_frames: int | None = None,
-        num_given: int = 0,
-        given: Callable[[range], Tensor] | None = None,
-        resumes: bool = False,
-        prompt_schedule: Sequence[PromptSwitch] = (),
-        on_pass: Callable[[], None] | None = None,
-        probe: pipeline.Probe | None = None,
-    ) -> Iterator[tuple[range, Tensor]]:
+    def roll_out(self, inputs: pipeline.RolloutInputs) -> pipeline.Blocks:
         """Yield frames and latents [B, n, C, h, w] of each block as it leaves the window.
 
         It holds the cache and one window. Raises ConfigError for a given beginning, other prompts later,
         probes and edits.
         """
         unequal = self.first_steps != self.later_steps or self.independent_first_frame
-        if unequal or self.recompute_context or num_given or prompt_schedule or probe or sites.active_edits():
+        is_more = inputs.num_given or inputs.prompt_schedule or inputs.probe or sites.active_edits()
+        if unequal or self.recompute_context or is_more:
             raise ConfigError(
                 "sampler rolling_forcing has equal blocks and steps, without recompute_context, given "
                 "beginning, later prompts, probes and interventions; take sampler blocks"
             )
-        if num_frames is None:
-            num_frames = noise.shape[1]
+        noise, num_frames = inputs.noise, len(inputs.generated)
         blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
-        check_frames(noise, range(num_frames))
+        check_frames(noise, inputs.generated)
         sites.check_watchers(self.sizes(num_frames))
+        text = self.model.text_keys_values(inputs.prompt_embeds)
         batch, _, _, height, width = noise.shape
-        n, text = self.num_frame_per_block, self.model.text_keys_values(prompt_embeds)
-        policy = CleanFrames(window=n + self.attention_size, sink=n)
-        cache = self.model.new_kv_cache(batch, num_frames, height, width, policy, n)
+        block_size = self.num_frame_per_block
+        cache = self.model.new_kv_cache(
+            batch=batch,
+            num_frames=num_frames,
+            height=height,
+            width=width,
+            policy=CleanFrames(window=block_size + self.attention_size, sink=block_size),
+            block_size=block_size,
+        )
         assert isinstance(cache, RollingCache)  # CleanFrames.cache_type
         window: dict[int, Tensor] = {}  # block -> its latents at its present level
 
         def forward(x: Tensor, t: Tensor, at: sites.Pass) -> Tensor:
             with sites.during(at):
                 flow = self.model(x, t, text, cache)
-            if on_pass:
-                on_pass()
+            if inputs.on_pass:
+                inputs.on_pass()
             return flow
 
         for newest in range(len(blocks) + levels - 1):
