@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from wan.activations import Activation, check_device
 from wan.attention import Call
 from wan.interventions import Edits
 from wan.keys import to_host, wait_for_host
+from wan.model import Cache, CausalWanModel, TextKeysValues
 from wan.pipeline import flow_to_x0
 from wan.sites import (
     SITES,
@@ -111,7 +112,7 @@ class Gradients(Watcher):
         check_device(self.to)
         if self.metric is not None:
             takes_activations(self.metric)
-        self._sizes: Any = None
+        self._sizes: RolloutSizes | None = None
         self._has_begun = False
         self._open: dict[Pass | None, Graph] = {}  # by pass, where each is differentiated alone
         self._finished: list[Tensor] = []  # x0 of the rollout's blocks so far
@@ -192,7 +193,10 @@ class Gradients(Watcher):
 
     def _close(self, x0: Tensor, at: Pass, records: bool) -> Tensor:
         """End a graph at its last x0 and continue with x0 detached."""
-        is_last = self.through != "pass" and at.step == self._sizes.last_steps[at.block]
+        is_last = False
+        if self.through != "pass":
+            assert self._sizes is not None  # of a pipeline's run each pass is alone
+            is_last = at.step == self._sizes.last_steps[at.block]
         if self.through == "rollout" and is_last:
             self._finished.append(x0)
         ends = {"pass": True, "block": is_last, "rollout": is_last and at.block == self._last}
@@ -213,7 +217,7 @@ class Gradients(Watcher):
         """Give a call the keys of earlier blocks as their clean passes made them, with gradients."""
         if where.site != "self":
             return None
-        layout, layer, S = call.layout, call.site.layer, call.layout.tokens_per_slot
+        layout, layer, S = call.key_layout, call.site.layer, call.key_layout.tokens_per_slot
         stays = layout.is_plain and call.of_heads is None
         for slot in layout.slots:
             stays = stays and self._positions.setdefault(slot.frame, slot.position) == slot.position
@@ -373,6 +377,16 @@ class Gradients(Watcher):
             return function()
 
 
+class ModelCall(NamedTuple):
+    """A forward of the model as its hooks see it: CausalWanModel.forward() and its arguments."""
+
+    model: CausalWanModel
+    x: Tensor  # [B, F, C, h, w]
+    t: Tensor
+    text: TextKeysValues
+    kv_cache: Cache
+
+
 @dataclass(eq=False)
 class Attribution(Gradients):
     """Attribute the difference between two runs to sites: (source - own activation) times gradient, by pass.
@@ -396,13 +410,17 @@ class Attribution(Gradients):
         self._follows_source = self.metric is None
         self.metric = self.metric or Tensor.sum
         self._own: dict[ActivationSite, Tensor] = {}
-        self._call: tuple[Any, ...] = ()
+        self._call: ModelCall | None = None
         self._runs_again = False
 
     @contextmanager
     def calls_of(self, model: Any) -> Iterator[None]:
         """Record the model's calls, for passes that run again."""
-        handle = model.register_forward_pre_hook(lambda model, args: setattr(self, "_call", (model, *args)))
+
+        def record(model: CausalWanModel, args: tuple[Any, ...]) -> None:
+            self._call = ModelCall(model, *args)
+
+        handle = model.register_forward_pre_hook(record)
         try:
             yield
         finally:
@@ -435,31 +453,40 @@ class Attribution(Gradients):
 
     def _run_again(self, x0: Tensor, where: ActivationSite) -> None:
         """Record the pass at points between both runs; the cache's own slots are written by later passes."""
-        model, x, t, text, kv_cache = self._call
-        theirs = self.of("x_t", None, where)
-        others = [[self.of(f"cross_{n}", layer, where) for n in "kv"] for layer in range(len(text))]
-        own_x0, values = x0.detach(), len(self.values)
+        call = self._call
+        assert call is not None  # of calls_of()
+        # 1. What this pass takes in the source's run: x_t, and the prompt's keys and values of every layer.
+        source_x = self.of("x_t", None, where)
+        source_text = [
+            (self.of("cross_k", layer, where), self.of("cross_v", layer, where))
+            for layer in range(len(call.text))
+        ]
 
         def at_point(share: float) -> None:
-            mixed = [
-                tuple(map(lambda a, b: a.lerp(b, share), *pair)) for pair in zip(text, others, strict=True)
-            ]
-            here = x.lerp(theirs, share)
-            flow, sigma = model.forward(here, t, mixed, kv_cache), self.sigmas[where.at.step or 0]
+            """Run the pass with inputs of which this share is the source's."""
+            x = call.x.lerp(source_x, share)
+            text = []
+            for (k, v), (source_k, source_v) in zip(call.text, source_text, strict=True):
+                text.append((k.lerp(source_k, share), v.lerp(source_v, share)))
+            flow = call.model.forward(x, call.t, text, call.kv_cache)
+            sigma = self.sigmas[where.at.step or 0]
             with torch.enable_grad():
-                hook_point("x0", None, flow_to_x0(flow, here, sigma, where.at.num_held))
+                hook_point("x0", None, flow_to_x0(flow, x, sigma, where.at.num_held))
 
-        watching, self._runs_again, self._own_x0 = self._beside(self), True, own_x0
+        # 2. Record the pass in the middle of each of the points' equal shares of the way.
+        num_values, watching = len(self.values), self._beside(self)
+        self._own_x0, self._runs_again = x0.detach(), True
         try:
             for point in range(self.points):
-                call = partial(at_point, (point + 0.5) / self.points)
-                Context().run(self._again, where.at, watching, call)
+                run = partial(at_point, (point + 0.5) / self.points)
+                Context().run(self._again, where.at, watching, run)
         finally:
             self._runs_again, self._open = False, {}
             torch.set_grad_enabled(False)
-        # One pass has one value, that of its own x0.
-        self.values[values:] = [self.value_of(Graph(x0=own_x0), self._metric(where)).item()]
-        self.reached[values + 1 :] = []
+        # 3. One pass has one value, that of its own x0.
+        value = self.value_of(Graph(x0=self._own_x0), self._metric(where))
+        self.values[num_values:] = [value.item()]
+        self.reached[num_values + 1 :] = []
 
     def of(self, site: str, layer: int | None, where: ActivationSite) -> Tensor:
         """Return what the source has at a site of a pass; ConfigError where it has none."""

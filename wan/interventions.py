@@ -28,7 +28,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from threading import Semaphore, Thread
-from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -319,7 +319,7 @@ def slots_in(call: Call, names: Frames) -> list[int]:
 
     ConfigError where a number or "first" meets a slot that holds another frame for each batch item.
     """
-    slots = [n for n, of_slot in enumerate(call.layout.names) if not of_slot.isdisjoint(names)]
+    slots = [n for n, of_slot in enumerate(call.key_layout.names) if not of_slot.isdisjoint(names)]
     # "past" and "sink" mean the same slots in every batch item, whatever frames these hold.
     if set(names) - {"past", "sink"}:
         check_items(call, slots)
@@ -329,7 +329,7 @@ def slots_in(call: Call, names: Frames) -> list[int]:
 def check_items(call: Call, slots: Iterable[int]) -> None:
     """Raise ConfigError where one of the slots holds another frame for each batch item."""
     for index in slots:
-        if len(set(call.layout.slots[index].by_item)) > 1:
+        if len(set(call.key_layout.slots[index].by_item)) > 1:
             raise errors.ConfigError(
                 f"slot {index} holds another frame for each batch item: edit them one by one"
             )
@@ -337,7 +337,7 @@ def check_items(call: Call, slots: Iterable[int]) -> None:
 
 def tokens_in(call: Call, slots: Sequence[int]) -> Tokens:
     """Return the tokens of slots among the keys, as an index."""
-    S, index = call.layout.tokens_per_slot, as_index(slots, call.k.device)
+    S, index = call.key_layout.tokens_per_slot, as_index(slots, call.k.device)
     if isinstance(index, slice):
         return slice(index.start * S, index.stop * S)
     return (index[:, None] * S + torch.arange(S, device=call.k.device)).flatten()
@@ -400,7 +400,7 @@ def positions_of(call: Call, slots: Sequence[int]) -> list[int]:
     ConfigError where the keys of a slot, or of its batch items, stand at several positions.
     """
     check_items(call, slots)
-    chosen = [call.layout.slots[n] for n in slots]
+    chosen = [call.key_layout.slots[n] for n in slots]
     if any(slot.position == MIXED for slot in chosen):
         remedy = "move them by offset=, or take a policy that knows the position of every key"
         raise errors.ConfigError(f"these keys stand at several positions: {remedy}")
@@ -445,7 +445,7 @@ class KeySelection(Edit):
         if self.frames is None:
             slots, count = list(self.tokens or ()), call.k.shape[1]
         else:
-            slots, count = slots_in(call, self.frames), len(call.layout.slots)
+            slots, count = slots_in(call, self.frames), len(call.key_layout.slots)
         if not slots:
             return None
         heads = torch.tensor(heads_in(self, call), dtype=torch.long)
@@ -551,31 +551,41 @@ class Patch(Edit):
         if self.what not in ("qk", "kv"):
             return with_heads(x, where, self.heads, data.value(where))
         # 1. The heads and keys that are taken over.
-        heads, slots, tokens = heads_in(self, x), [], EVERY
+        call, heads, slots, tokens = x, heads_in(self, x), [], EVERY
         if self.key_frames is not None:
-            slots = slots_in(x, self.key_frames)
+            slots = slots_in(call, self.key_frames)
             if not slots:
                 return None
-            tokens = tokens_in(x, slots)
+            tokens = tokens_in(call, slots)
         # 2. Both runs must see the same keys there: a map of other keys would be laid over these.
         source = data.value(where)
-        if x.layout is not None:
-            mine, theirs = x.layout, source.layout or x.layout
-            chosen = slots or range(len(mine.slots))
-            others = [n for n in chosen if mine.slots[n].by_item != theirs.slots[n].by_item]
-            if mine.chosen and theirs.chosen and {*mine.chosen.slots} & {*chosen}:
-                a, b = mine.chosen.on_host, theirs.chosen.on_host
-                if not (torch.equal(a.frames, b.frames) and torch.equal(a.indices, b.indices)):
-                    others += mine.chosen.slots
-            if others:
-                raise errors.ConfigError(
-                    f"{where}: the source chose other keys for slot {others[0]}; patch z, or kv of frames "
-                    "that are not chosen, or take a policy such as window"
-                )
+        different = other_keys(call, source, slots)
+        if different:
+            raise errors.ConfigError(
+                f"{where}: the source chose other keys for slot {different[0]}; patch z, or kv of frames "
+                "that are not chosen, or take a policy such as window"
+            )
         # 3. q and k, or k and v.
         for name in self.what:
-            replace_values(x, name, heads, select(getattr(source, name)[:, tokens], heads, 2), tokens)
-        return x
+            values = select(getattr(source, name)[:, tokens], heads, 2)
+            replace_values(call, name, heads, values, tokens)
+        return call
+
+
+def other_keys(call: Call, source: Call, slots: Sequence[int]) -> list[int]:
+    """Return those of a call's slots, by default of all, in which another run's call has other keys."""
+    if call.layout is None or source.layout is None:
+        return []
+    ours, theirs = call.layout, source.layout
+    slots = slots or range(len(ours.slots))
+    # 1. Slots of other frames.
+    different = [n for n in slots if ours.slots[n].by_item != theirs.slots[n].by_item]
+    # 2. Slots of chosen tokens, of which others were chosen.
+    if ours.chosen and theirs.chosen and not {*ours.chosen.slots}.isdisjoint(slots):
+        a, b = ours.chosen.on_host, theirs.chosen.on_host
+        if not torch.equal(a.frames, b.frames) or not torch.equal(a.indices, b.indices):
+            different += ours.chosen.slots
+    return different
 
 
 @dataclass(frozen=True, repr=False)
@@ -600,7 +610,7 @@ class Move(Edit):
         places = torch.tensor(heads, dtype=torch.long)[:, None], torch.tensor(slots)
         is_first = bool(heads) and call.moved is None and call.drift is None
         if call.moved is None:
-            call.moved = torch.zeros(call.k.shape[2], len(call.layout.slots))
+            call.moved = torch.zeros(call.k.shape[2], len(call.key_layout.slots))
         turns = torch.full((len(heads), len(slots)), float(self.offset or 0))
         if self.position is not None:
             turns = self.position - torch.tensor(positions_of(call, slots)) - call.moved[places]
@@ -612,7 +622,7 @@ class Move(Edit):
         keys = select(call.k[:, tokens], heads, 2)
         if is_first:  # all layers and passes of a block turn alike
             alike = tuple(turns[0].int().tolist())
-            tables = _tables_of_turns(alike, call.layout.tokens_per_slot, keys.shape[3], keys.device)
+            tables = _tables_of_turns(alike, call.key_layout.tokens_per_slot, keys.shape[3], keys.device)
             replace_values(call, "k", heads, rotate(keys.float(), *tables), tokens)
             return call
         angles = turns.T.double()[:, :, None] * frequencies  # [slots, heads, pairs]
@@ -642,7 +652,7 @@ class Jitter(Edit):
         return ROPE_THETA * (1 + self.scale * e)
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
-        layout, heads, head_dim = call.layout, heads_in(self, call), call.q.shape[3]
+        layout, heads, head_dim = call.key_layout, heads_in(self, call), call.q.shape[3]
         stands = positions_of(call, range(len(layout.slots)))
         # q and k stand where RoPE of base 10000 put them; another base moves each pair by a drift on top.
         numbers = [call.numbers[head] for head in heads]
@@ -944,40 +954,60 @@ class Edits(Watcher):
         for number, edit in enumerate(self.edits):
             if not edit.selects(where.site, where.layer, where.at):
                 continue
-            data: Any = self.data.get(edit)
+            # 1. What the edit needs. All processes run a source together, whichever of them has its heads.
+            data = self.data.get(edit)
             if edit.needs and data is None:
                 raise errors.ConfigError(f"{edit!r} needs data={{edit: ...}}: {edit.needs}")
-            if where.shard and "source" in edit.needs:  # all processes run a source together
-                data.value(where)
-            # Cache policies of heads make a call for some heads, which may be none of the edit's.
+            if where.shard and "source" in edit.needs:
+                cast(RunInStep, data).value(where)
+            # 2. Cache policies of heads make a call for some heads. Of those that have none of the edit's,
+            #    one counts if the others are in other processes.
             if isinstance(x, Call) and x.of_heads is not None and not heads_in(edit, x):
-                heads: Sequence[int] = range(x.shard.total)
-                if edit.heads is not None:
-                    heads = edit.heads
-                self.changed[number] += any(head not in x.shard.heads for head in heads)  # in other processes
+                if has_other_heads(edit, x.shard):
+                    self.changed[number] += 1
                 continue
-            self.reached[number] += isinstance(edit, Custom)
-            # Code of one's own edits videos of a batch one by one, as if each were alone.
-            is_own = isinstance(edit, Custom) or type(edit).__module__.partition(".")[0] not in identity.OURS
-            parts = [x]
-            if is_own and isinstance(x, Tensor):
-                parts = list(x.split(1))
-            changed = False
-            for item, part in enumerate(parts):
-                new = edit.apply(part, where, data)
-                if new is not None:
-                    parts[item], changed = new, True
-            if changed:
-                self.changed[number] += 1
-                count = _COUNT.get()
-                if count is not None:
-                    count[edit] += 1
-                if self.first_block is None:
-                    self.first_block = where.block
-                x = parts[0]
-                if len(parts) > 1:
-                    x = torch.cat(parts)
+            # 3. Edit, and count.
+            if isinstance(edit, Custom):
+                self.reached[number] += 1
+            edited = apply_edit(edit, x, where, data)
+            if edited is None:
+                continue
+            x = edited
+            self.changed[number] += 1
+            count = _COUNT.get()
+            if count is not None:
+                count[edit] += 1
+            if self.first_block is None:
+                self.first_block = where.block
         return x
+
+
+def has_other_heads(edit: Edit, shard: HeadShard) -> bool:
+    """Return whether an edit is of heads that are in other processes."""
+    heads: Sequence[int] = range(shard.total)
+    if edit.heads is not None:
+        heads = edit.heads
+    return any(head not in shard.heads for head in heads)
+
+
+def apply_edit(edit: Edit, x: Any, where: ActivationSite, data: object) -> Any:
+    """Return what an edit makes of an activation or a call, or None.
+
+    Code of one's own edits videos of a batch one by one, as if each were alone.
+    """
+    is_of_user = isinstance(edit, Custom) or type(edit).__module__.partition(".")[0] not in identity.OURS
+    if not is_of_user or not isinstance(x, Tensor):
+        return edit.apply(x, where, data)
+    videos, is_changed = list(x.split(1)), False
+    for item, video in enumerate(videos):
+        edited = edit.apply(video, where, data)
+        if edited is not None:
+            videos[item], is_changed = edited, True
+    if not is_changed:
+        return None
+    if len(videos) == 1:
+        return videos[0]
+    return torch.cat(videos)
 
 
 _COUNT: ContextVar[Counter[Edit] | None] = ContextVar("count", default=None)  # of the innermost run
@@ -1152,7 +1182,7 @@ class RunInStep(Watcher):
         self._thread: Thread | None = None
         self._mine, self._theirs = Semaphore(0), Semaphore(0)  # whose turn it is
         self._wanted: ActivationSite | None = None
-        self._found: Any = None  # a Tensor or Call of the place wanted, or why there is none
+        self._found: Tensor | Call | BaseException | None = None  # of the place wanted, or why there is none
 
     def __enter__(self) -> "RunInStep":
         return self
@@ -1178,6 +1208,7 @@ class RunInStep(Watcher):
             self._mine.acquire()  # until the source stops in the place, or ends
         if isinstance(self._found, BaseException):
             raise self._found
+        assert self._found is not None  # the source stopped in the place
         return self._found
 
     def wants(self, site: str, layer: int | None, at: object) -> bool:

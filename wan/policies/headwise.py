@@ -51,6 +51,8 @@ class HeadwiseCache(AnyCache):
     which of the tokens that a head saw stay.
     """
 
+    policy: "HeadwisePolicy"
+
     def __init__(self, sizes: CacheSizes, policy: CachePolicy):
         super().__init__(sizes, policy)
         self.head_dim, self.block_size = sizes.head_dim, sizes.block_size
@@ -338,38 +340,44 @@ class DummyForcing(HeadwisePolicy):
         self.head_mass.append(cache.shard.gather(mass.unflatten(0, (cache.items, -1)), 1).cpu())
 
     def finish(self, cache: HeadwiseCache) -> None:
-        S, L = cache.tokens_per_frame, self.local_context_length
-        number = cache.block
+        S, block = cache.tokens_per_frame, cache.block
         if cache.is_recache:
-            number = cache.newest.start // cache.block_size
-        is_whole = self.head_class is None or cache.is_recache  # all heads have seen the same
+            block = cache.newest.start // cache.block_size
+        sees_all = self.head_class is None or cache.is_recache  # every head
         # 1. The clean pass of block ar_start divides the heads.
         if cache.block == self.ar_start and not cache.is_recache:
             self.head_class = torch.stack([self._classes(mass) for mass in torch.stack(self.head_mass, 1)])
-        here = slice(cache.shard.heads.start, cache.shard.heads.stop)
         # 2. Until then all keep frame 0 and the last blocks; later each class what it sees.
+        last_blocks = self.local_context_length * cache.block_size * S  # tokens
         for layer, kinds in enumerate(cache.kinds):
-            kept: list[tuple[Sequence[int], Tensor]] = []
+            holds: list[tuple[Sequence[int], Tensor]] = []
             for kind in kinds:
                 n = kind.keys.shape[1]
-                if is_whole and number < L:
-                    local = range(S, n)
+                if sees_all and block < self.local_context_length:
+                    local = range(S, n)  # there are no more blocks
                 elif self.head_class is None:
-                    local = tail(S, n, L * cache.block_size * S)
+                    local = tail(S, n, last_blocks)
                 else:
-                    local = tail(0, n, L * cache.block_size * S)
+                    local = tail(0, n, last_blocks)
                 if self.head_class is None:
-                    kept.append((kind.heads, cache.rows(range(S), local)))
-                    continue
-                of_head = self.head_class[:, layer, here].flatten().tolist()
-                neighbours = [head for head in kind.heads if of_head[head] == NEIGHBOUR]
-                kept.append((neighbours, cache.rows(local)))
-                # Sink and dummy heads keep a frame each, and so go through attention together.
-                packed = [head for head in kind.heads if of_head[head] != NEIGHBOUR]
-                first = {SINK: 0, DUMMY: n - S}
-                starts = torch.tensor([first[of_head[head]] for head in packed]).long()
-                kept.append((packed, send(starts, cache.device) + cache.rows(range(S))))  # [1, S, h]
-            cache.keep(layer, kept)
+                    holds.append((kind.heads, cache.rows(range(S), local)))
+                else:
+                    classes = self.head_class[:, layer, cache.shard.heads.start : cache.shard.heads.stop]
+                    holds += self.of_classes(cache, kind, classes.flatten().tolist(), local)
+            cache.keep(layer, holds)
+
+    def of_classes(
+        self, cache: HeadwiseCache, kind: Kind, classes: Sequence[int], local: range
+    ) -> list[tuple[Sequence[int], Tensor]]:
+        """Return which heads of a kind keep which tokens, as keep() takes it; classes are of all heads."""
+        S, n = cache.tokens_per_frame, kind.keys.shape[1]
+        neighbours = [head for head in kind.heads if classes[head] == NEIGHBOUR]
+        # Sink and dummy heads keep a frame each, and so go through attention together.
+        others = [head for head in kind.heads if classes[head] != NEIGHBOUR]
+        first_token = {SINK: 0, DUMMY: n - S}
+        starts = torch.tensor([first_token[classes[head]] for head in others]).long()
+        frames = send(starts, cache.device) + cache.rows(range(S))  # [1, S, h]
+        return [(neighbours, cache.rows(local)), (others, frames)]
 
     def recached(self, cache: HeadwiseCache) -> None:
         cache.sink = cache.newest[:1]
@@ -422,7 +430,7 @@ class ForcingKV(HeadwisePolicy):
     temporal_context_length: files.Frames = 1
     dynamic_context_length: Annotated[int, Field(ge=0, le=3)] = 1  # 0: no chunks
     num_frame_patch: files.Count = 6
-    heads: Any = ""
+    heads: object = ""
     num_recomputed: files.Count | None = None
 
     name = "forcing_kv"
@@ -487,15 +495,15 @@ class ForcingKV(HeadwisePolicy):
         self._recent = min(self.temporal_context_length * S, n - sink)
         # Two kinds of heads in every layer but the first
         for layer in range(cache.num_layers):
-            here = self.is_static[layer, cache.shard.heads.start : cache.shard.heads.stop]
-            classes: dict[bool | None, Any] = {True: here, False: ~here}
+            is_static = self.is_static[layer, cache.shard.heads.start : cache.shard.heads.stop]
+            classes: dict[bool | None, np.ndarray] = {True: is_static, False: ~is_static}
             if layer == 0:
-                classes = {None: here | ~here}
-            kept = []
+                classes = {None: np.ones_like(is_static)}
+            holds = []
             for label, heads in classes.items():
                 index = cache.rows(range(sink), tail(sink, n, self.lengths[label] * S))
-                kept.append((np.flatnonzero(heads).tolist(), index))
-            cache.keep(layer, kept)
+                holds.append((np.flatnonzero(heads).tolist(), index))
+            cache.keep(layer, holds)
 
     def roll(self, cache: HeadwiseCache) -> None:
         """Let every kind keep its sink, chosen chunks and recent frames."""
@@ -673,7 +681,7 @@ class TriAttention(HeadwisePolicy):
     budget_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 9360
     compress_every_n_frames: files.Count = 3
     keep_last_frames: files.Frames = 3
-    statistics: Any = ""
+    statistics: object = ""
 
     name = "triattention"
     global_sink = True
@@ -796,6 +804,14 @@ class TriAttention(HeadwisePolicy):
         return torch.stack(layer_scores)
 
 
+@dataclass(eq=False)
+class LastVideo:
+    """What a pipeline's next video takes from the one before."""
+
+    frame: int = 0  # the last one that was compressed
+    noise: Tensor | None = None  # the state of the generator that breaks ties
+
+
 @dataclass
 class TriAttentionRelease(TriAttention):
     """TriAttention as released: https://github.com/WeianMao/triattention at c3744ee, with all its options.
@@ -821,7 +837,7 @@ class TriAttentionRelease(TriAttention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._before: dict[str, Any] = {"frame": 0, "noise": None}  # of the last video; caches share it
+        self._before = LastVideo()  # caches share it
 
     def conflict(self, block_sizes: Sequence[int] = ()) -> str:
         if self.sink > 3:
@@ -835,17 +851,17 @@ class TriAttentionRelease(TriAttention):
 
     def start(self, cache: HeadwiseCache) -> None:
         super().start(cache)
-        if self._before["noise"] is not None:
-            self._noise.set_state(self._before["noise"])
+        if self._before.noise is not None:
+            self._noise.set_state(self._before.noise)
 
     def finish(self, cache: HeadwiseCache) -> None:
         if not cache.has_switches:
-            self._last = self._before["frame"]
+            self._last = self._before.frame
         super().finish(cache)
 
     def compressed(self, cache: HeadwiseCache) -> None:
         super().compressed(cache)
-        self._before.update(frame=self._last, noise=self._noise.get_state())
+        self._before.frame, self._before.noise = self._last, self._noise.get_state()
 
     @property
     def protected(self) -> int:
