@@ -26,7 +26,7 @@ from wan.keys import RotaryTable
 from wan.model import CausalWanModel
 from wan.policies import policy_of
 from wan.reductions import CHUNK_ELEMENTS
-from wan.vae import WIDE_SIZES
+from wan.vae import WIDE_SIZES, Sizes
 
 if TYPE_CHECKING:
     from wan.activations import SiteCapture
@@ -87,7 +87,8 @@ def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
     """
     folder = Path(config.ckpt_dir)
     if checkpoint.is_native(folder):
-        files, sizes = [checkpoint.part_file(folder, "vae")], {}
+        files = [checkpoint.part_file(folder, "vae")]
+        sizes: Mapping[str, int] | Sizes = {}
         if checkpoint.has_wide_vae(folder):
             sizes = WIDE_SIZES
     else:

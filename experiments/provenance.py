@@ -154,7 +154,7 @@ def identity(
     config: RunConfig,
     weights_sha256: str | None = None,
     edits: Sequence[Any] | None = None,
-    files: Sequence[dict[str, Any]] | None = None,
+    files: Sequence[checkpoint.FileRecord] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Return all that makes two runs equal, as plain values by name.
@@ -218,7 +218,7 @@ def record_of(edits: Sequence[Any]) -> dict[str, Any]:
 
 
 def video_tag(
-    run: str, config: RunConfig, decoder: str = "auto", files: Sequence[dict[str, Any]] | None = None
+    run: str, config: RunConfig, decoder: str = "auto", files: Sequence[checkpoint.FileRecord] | None = None
 ) -> str:
     """Return what an mp4 carries: the fingerprint of its run, and one of the VAE's files and its decoder.
 
@@ -231,7 +231,9 @@ def video_tag(
 
 
 # --- What caches say
-def provenance(files: list[dict[str, Any]], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def provenance(
+    files: Sequence[checkpoint.FileRecord], dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """Return files, versions, device, dtype and a GPU's attention kernel, as caches have them."""
     return {
         "files": files,
@@ -246,8 +248,8 @@ def files_of(
     config: RunConfig,
     weights_file: Path,
     edits: Sequence[Any] | None = None,
-    of_model: Sequence[dict[str, Any]] | None = None,
-) -> list[dict[str, Any]]:
+    of_model: Sequence[checkpoint.FileRecord] | None = None,
+) -> list[checkpoint.FileRecord]:
     """Describe the files of a run: its model's, and those that its edits take. ConfigError: missing.
 
     of_model are the model's as they were when it was loaded; edits read theirs anew for every rollout.
@@ -260,12 +262,12 @@ def files_of(
     return sorted(found, key=lambda each: each["name"])
 
 
-def model_files(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
+def model_files(config: RunConfig, weights_file: Path) -> list[checkpoint.FileRecord]:
     """Describe what is read once, with the model: weights, umT5 or its embeddings, LoRA, head classes."""
     classes = (config.cache_policy or {}).get("file")
     named: list[str | Path] = [file for item in config.loras for file in lora.lora_files(item.path)]
     if classes:
-        named.append(classes)
+        named.append(str(classes))
     named += [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     return checkpoint.describe_files([weights_file, *named])
 
@@ -286,14 +288,16 @@ def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable
     read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds]
     read += [
         *(each.path for each in config.loras),
-        (config.cache_policy or {}).get("file"),
         *edit_files(config, config_edits(config)),
     ]
+    classes = (config.cache_policy or {}).get("file")
+    if classes:
+        read.append(str(classes))
     flags = [getattr(args, name, None) for name in ("save_base", "log_file")]
     require_distinct([*written, *(path for path in flags if path)], [*args.inputs, *read])
 
 
-def vae_files(config: RunConfig) -> list[dict[str, Any]]:
+def vae_files(config: RunConfig) -> list[checkpoint.FileRecord]:
     """Describe what a video's pixels depend on beside its latents."""
     folder = Path(config.ckpt_dir)
     names = ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"]

@@ -28,7 +28,7 @@ from experiments import memory, progress
 from experiments import runs as rollouts
 from experiments.analysis import prompt_words
 from experiments.caches import formats
-from experiments.caches.files import Record, RunError
+from experiments.caches.files import RunError
 from experiments.configs import find_config, policy_settings
 from experiments.extraction import video
 from experiments.prompts import PromptStates, encode_prompts, needs_encoder, with_given_prompt
@@ -150,7 +150,7 @@ class Session(AnySession):
         self.dtype = choose_dtype(config.dtype, self.device)
         self.preview: VAE | Preview | None = None  # a small decoder for run.show()
         self.sha256: Future[str] | None = None  # of the weights file: hashed while models load
-        self.files: list[Record] | None = None  # of the model, as they were when they were read
+        self.files: list[checkpoint.FileRecord] | None = None  # of the model, as they were read
         self.pipeline: Any = None
         self.texts: Any = None  # prompt -> states [1, text_len, text_dim], tokens
         self._loaded = config  # a copy of that of the loading
@@ -573,7 +573,9 @@ class Session(AnySession):
         assert self.sha256 is not None, "nothing is loaded"
         return self.sha256.result()
 
-    def files_now(self, config: RunConfig, edits: Sequence[Any] | None = None) -> list[dict[str, Any]] | None:
+    def files_now(
+        self, config: RunConfig, edits: Sequence[Any] | None = None
+    ) -> list[checkpoint.FileRecord] | None:
         """Describe the files of a rollout: the model's as they were read, those of edits as they are now."""
         weights = Path(config.checkpoint_path or "")
         return None if self.files is None else files_of(config, weights, edits, self.files)
@@ -582,7 +584,7 @@ class Session(AnySession):
         self,
         config: RunConfig,
         edits: Sequence[Any] | None = None,
-        files: Sequence[dict[str, Any]] | None = None,
+        files: Sequence[checkpoint.FileRecord] | None = None,
         live: LiveWeights | None = None,
         **more: Any,
     ) -> dict[str, Any]:

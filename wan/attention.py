@@ -6,7 +6,6 @@ changes no bit of the video.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ class Call:
     q: Tensor  # [B, Lq, H, D]
     k: Tensor  # [B, Lk, H, D]
     v: Tensor
-    layout: Any = None  # KeyLayout; None for cross-attention
+    layout: keys.KeyLayout | None = None  # None for cross-attention
     bias: keys.KeyBias | None = None
     of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of those here
     layer_heads: int = 0  # and how many of the layer are here then
@@ -48,6 +47,12 @@ class Call:
     def __post_init__(self) -> None:
         if self.site.kind == "cross":
             self.text = 0
+
+    @property
+    def key_layout(self) -> keys.KeyLayout:
+        """The layout of keys of frames, which those of the text do not have."""
+        assert self.layout is not None, "keys of the text lie in no slots"
+        return self.layout
 
     @property
     def shard(self) -> keys.HeadShard:
@@ -70,7 +75,7 @@ class Call:
             lse = lse[item : item + 1]
         if tails is not None:
             tails = tails[:, item : item + 1]
-        return replace(self, q=q, k=k, v=v, layout=self.layout.of_item(item), lse=lse, tails=tails)
+        return replace(self, q=q, k=k, v=v, layout=self.key_layout.of_item(item), lse=lse, tails=tails)
 
     def parts(self) -> Iterator["Call"]:
         """Yield the call of each block of a forward over blocks at several noise levels."""

@@ -7,12 +7,13 @@ recache() where the prompt changes.
 Letters: B batch, L tokens of a block, S tokens per frame, H heads, D head dim.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import torch
 from pydantic import Field
@@ -29,6 +30,7 @@ NEEDS_ROTATION = -97  # Slot.position of keys that were moved and are about to b
 How = Literal["keep", "recache", "flush", "cut"]  # what a change of prompts does to the cache
 Text = Sequence[tuple[Tensor, Tensor]]  # the prompt's cross-attention keys and values of every layer
 Keys = tuple[Tensor, Tensor] | list[HeadGroup]  # keys and values [B, Lk, H, D], or those of groups of heads
+Tables = Callable[[Sequence[int]], tuple[Tensor, Tensor]]  # positions -> RoPE's cos and sin [n·S, 1, D]
 
 
 def rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -53,19 +55,19 @@ class CacheSizes:
     num_frames: int
     batch: int = 1
     block_size: int = 3  # the largest
-    rope: Any = None  # positions -> RoPE's tables [n·S, 1, D], for policies that move keys
+    rope: Tables | None = None  # for policies that move keys
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     head_shard: HeadShard | None = None  # where other heads are in other processes
 
 
-class AnyCache:
+class AnyCache(ABC):
     """Hold the past of one video for all layers: the base of caches, as the model sees them."""
 
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
         """Raise ConfigError where the policy is of another model."""
-        self.policy: Any = copy(policy)  # its state belongs to one video
-        self.sizes, self.rope = sizes, sizes.rope
+        self.policy = copy(policy)  # its state belongs to one video
+        self.sizes, self.rope = sizes, cast(Tables, sizes.rope)
         self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
         problem = policy.misfit(self.num_layers, self.shard.total, sizes.tokens_per_frame)
         if problem:
@@ -86,13 +88,37 @@ class AnyCache:
         """Tell the policy the prompt with which the next block begins; of a batch, the first video's."""
         self.policy.see_prompt(prompt or "")
 
+    @abstractmethod
+    def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
+        """Make room for a block. text: for policies that choose by the prompt; cut: place it far away."""
+
+    @abstractmethod
+    def begin_pass(self, is_clean: bool) -> None:
+        """Announce the next pass over the block."""
+
+    @abstractmethod
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Keys:
         """Store the block's keys and values [B, L, H, D]; return what its queries attend to.
 
         They take the place of those of earlier passes. q [B, L, H, D] are the queries, for policies that
         choose by them.
         """
-        return k, v
+
+    def flush(self) -> None:
+        """Drop the past except for the policy's sink and the last two frames."""
+        raise NotImplementedError  # the policy's switch_from() knows no flush
+
+    def recache(self, frames: range, text: Text, lasts: bool = True) -> None:
+        """Make room for a forward over clean frames of the past, whose keys become the cache.
+
+        Where it lasts for one block alone, none of them becomes the sink.
+        """
+        raise NotImplementedError  # the policy's can_recache is False
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
 
 
 class KVCache(AnyCache):
@@ -127,7 +153,6 @@ class KVCache(AnyCache):
         self.policy.start(self)
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
-        """Make room for a block. text: for policies that choose by the prompt; cut: place it far away."""
         self.text = text or self.text
         self._drop_empty()
         self.coming = block
@@ -147,15 +172,10 @@ class KVCache(AnyCache):
         return errors.ConfigError(f"cache_policy {self.policy.name}, block of frames {frames}: {problem}")
 
     def flush(self) -> None:
-        """Drop the past except for the policy's sink and the last two frames."""
         self._drop_empty()
         self.policy.flush(self)
 
     def recache(self, frames: range, text: Text, lasts: bool = True) -> None:
-        """Make room for a forward over clean frames of the past, whose keys become the cache.
-
-        Where it lasts for one block alone, none of them becomes the sink.
-        """
         self.text = text
         if not lasts:
             self.sink = self.policy.lasting_sink
@@ -191,8 +211,11 @@ class KVCache(AnyCache):
         #    block's own keys and values, which come last, with their gradients.
         seen = self.policy.written(self, layer, q.detach())
         if torch.is_grad_enabled():
-            pairs = zip(seen, (k[:, first:], v[:, first:]), strict=True)
-            seen = tuple(torch.cat([x[:, : x.shape[1] - new.shape[1]], new], 1) for x, new in pairs)
+            keys, values = seen
+            past = keys.shape[1] - (k.shape[1] - first)
+            keys = torch.cat([keys[:, :past], k[:, first:]], 1)
+            values = torch.cat([values[:, :past], v[:, first:]], 1)
+            return keys, values
         return seen
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -591,7 +614,7 @@ def read_switches(schedule: Sequence[Mapping[str, Any]] | None) -> list[PromptSw
     return [read_switch(settings) for settings in schedule or []]
 
 
-def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, int]:
+def apply_switch(cache: AnyCache, how: How, past: int, context: int) -> tuple[int, int]:
     """Flush the cache where a switch of prompts says so; return two counts of past frames.
 
     past is the number of frames before the block whose latents are remembered, context is recompute_context.

@@ -77,7 +77,7 @@ class CapturedCall(Mapping[str, Any]):
     @property
     def named(self) -> dict[str, Any]:
         """Site, pass and keys of the call, None for what is unknown; then its values."""
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "layer_idx": call_index(self.site),
             "layer": self.site.layer,
             "kind": self.site.kind,
@@ -294,7 +294,7 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if call.site.kind != "self":
         mass = reductions.token_mass(q, k, num_query_frames, bias)
         return {MASS_OF[call.site.kind]: mass} | _attended(mass.shape, on_host, q.device)
-    layout = call.layout
+    layout = call.key_layout
     bands = []
     if request.rope_bands:
         bands = list(RotaryTable(q.shape[-1]).bands.values())
@@ -339,7 +339,7 @@ def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
             call.k,
             call.runs,
             num_query_frames=len((call.at or sites.announced_pass()).query_frames),
-            num_slots=len(call.layout.slots),
+            num_slots=len(call.key_layout.slots),
             around=call.around,
             around_q=call.around_q,
             mass=request.mass,
@@ -366,7 +366,7 @@ def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         return {MASS_OF[call.site.kind]: mass}
     # 3. Frames: 0 / 0 is NaN where a frame has no key that is seen.
     sums, pairs, of_frames = (
-        x[..., keys].unflatten(-1, (len(call.layout.slots), -1)).sum(-1) for x in (sums, pairs, mass)
+        x[..., keys].unflatten(-1, (len(call.key_layout.slots), -1)).sum(-1) for x in (sums, pairs, mass)
     )
     values = {"frame_logits": sums / pairs}
     if request.mass:
@@ -389,7 +389,7 @@ def _masked_maps(
         mask = select(mask, heads, 1)
     if call.site.kind != "self":
         return {"word_map": word_map(q, k, request.num_words, bias, mask)}
-    queries, S = queries_of(request.queries, at.query_frames), call.layout.tokens_per_slot
+    queries, S = queries_of(request.queries, at.query_frames), call.key_layout.tokens_per_slot
     sites.check_indices("token", [query.token for query in queries if query.token != ALL], S)
     logits, masses = [], []
     for query in queries:
@@ -462,7 +462,7 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
     if call.site.kind != "self":
         values = {"word_map": word_map(q, k, request.num_words, on_device)}
     else:
-        S, lse = call.layout.tokens_per_slot, _selected(call.lse, computed, 1)
+        S, lse = call.key_layout.tokens_per_slot, _selected(call.lse, computed, 1)
         values = key_maps(q, k, lse, request.queries, at.query_frames, S, on_device)
         values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), bias, q.device)
     if not here:
@@ -658,8 +658,8 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
             # Each group has other key frames: columns are those of all, NaN where a head lacks one.
             request = replace(request, query_key_means=False)
             parts = [values_of(request, call) for call in calls]
-            columns = [call.layout.columns for call in calls]
-            first = calls[0].layout
+            columns = [call.key_layout.columns for call in calls]
+            first = calls[0].key_layout
             (batch, length, _, head_dim), queries = calls[0].q.shape, len(first.query_positions)
             layout = joint_layout(columns, replace(first, tokens_per_slot=length // queries))
             num_heads = sum(call.q.shape[2] for call in calls)

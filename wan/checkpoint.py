@@ -19,7 +19,7 @@ from mmap import ACCESS_READ, mmap
 from numbers import Number
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -259,7 +259,15 @@ def sampled_sha256(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+class FileRecord(TypedDict):
+    """What caches and identities say of a file that was read."""
+
+    name: str
+    size: int  # bytes
+    sampled_sha256: str
+
+
+def describe_files(paths: Iterable[str | Path]) -> list[FileRecord]:
     """Return name, bytes and sampled_sha256 of files, ordered by name.
 
     An index stands for its shards, a folder for its files. Raise CheckpointError for a missing file.

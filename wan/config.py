@@ -231,7 +231,7 @@ class ModelSettings:
     # frames; -1: attend to the whole past
     local_attn_size: Annotated[int, Field(ge=-1, le=files.MAX_FRAMES)] = setting(-1)
     sink_size: files.Frames = setting(0)
-    cache_policy: dict[str, Any] | None = setting(None)  # name and fields (wan/policies/)
+    cache_policy: dict[str, object] | None = setting(None)  # name and fields (wan/policies/)
 
     # --- Its steps, from t = 1000 down
     denoising_step_list: Steps = setting([1000, 750, 500, 250])
@@ -291,7 +291,7 @@ class RolloutSettings:
         flag="latents, an mp4 or a picture that the video begins with; num_frames counts them",
         changes_numbers=False,
     )
-    prompt_schedule: list[dict[str, Any]] | None = setting(None)  # later prompts: frame, prompt, how
+    prompt_schedule: list[dict[str, object]] | None = setting(None)  # later prompts: frame, prompt, how
 
     # --- What is captured and edited
     layer_indices: Layers = setting([1, 5], flag="layers, counted from 0", changes_numbers=False)
@@ -301,14 +301,14 @@ class RolloutSettings:
     step: files.Frames = setting(
         0, flag="which pass: 0 is t = 1000, the last is the clean pass", changes_numbers=False
     )
-    interventions: list[Any] = setting([], changes_numbers=False)  # docs/interventions.md
+    interventions: list[object] = setting([], changes_numbers=False)  # docs/interventions.md
     reference_prompts: list[Prompt] = setting(list(REFERENCE_PROMPTS))  # of mean ablation
     base: Annotated[BaseSampling, BeforeValidator(made_of_mapping(BaseSampling, "base: "))] = field(
         default_factory=BaseSampling, metadata={"flag": "", "changes_numbers": False}
     )
 
     # --- Files
-    release: dict[str, Any] | None = setting(None, changes_numbers=False)  # who published the weights, how
+    release: dict[str, object] | None = setting(None, changes_numbers=False)  # who published the weights, how
     # Where prompt embeddings are remembered; None: nowhere
     embeds_dir: Place | None = setting("cache/prompt_embeds", changes_numbers=False)
 

@@ -511,7 +511,10 @@ def _check_watchers(
     if at.step is not None and at.model and timesteps is not None and not is_chunk:
         counts["step"] = max(len(timesteps), at.step + 1)
     # 2. Each watcher, or each of its edits.
-    for chosen in (chosen for watcher in watchers() for chosen in watcher.edits or [watcher]):
+    selections: list[object] = []
+    for watcher in watchers():
+        selections += watcher.edits or [watcher]
+    for chosen in selections:
         for name, count in counts.items():
             check_indices(name, getattr(chosen, f"{name}s", None), count)
         frames, sites = getattr(chosen, "frames", None), getattr(chosen, "sites", ())

@@ -470,7 +470,7 @@ def read_weights_file(path: str | Path) -> dict[Any, Any]:
     files = [path]
     if not os.path.isdir(path):  # which read_tensors names
         files = shards(path)
-    content: dict[Any, Any] = {}
+    content: dict[str, object] = {}
     for file in files:
         numpys = torch.serialization.safe_globals(numpy_numbers())
         with errors.library_reads(file, errors.CheckpointError, "get it again"), numpys:

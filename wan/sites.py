@@ -19,12 +19,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from wan import errors
 from wan.keys import HeadShard
+
+if TYPE_CHECKING:
+    from wan.capture import Capture
+    from wan.interventions import Edit
 
 # Site -> axes. B batch, L tokens of the call, K keys that it sees, T prompt tokens, H heads, D head dim,
 # F frames of the call (1 where all have one timestep), C channels, h and w of a latent frame.
@@ -169,7 +173,7 @@ class ActivationSite:
 class Watcher:
     """See, and perhaps change, activations while installed."""
 
-    edits: Sequence[Any] = ()  # of wan/interventions.py, where it makes some
+    edits: Sequence["Edit"] = ()  # where it makes some
     changed: Sequence[int] = ()  # how many calls each of them changed
     models: Container[int] | None = None  # ids of the transformers that it watches; None: of any
     sees: frozenset[str] | None = None  # the only sites that it is shown; None: all of them
@@ -194,14 +198,14 @@ class Watcher:
 
 _WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 _PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
-_OBSERVERS: ContextVar[tuple[list[Any], ...]] = ContextVar(
+_OBSERVERS: ContextVar[tuple[list["Capture | None"], ...]] = ContextVar(
     "observers", default=()
 )  # the last one takes the calls
 _RUN: ContextVar[object | None] = ContextVar("run", default=None)  # of somebody's pipeline
 _GENERATORS: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("generators", default=())
 # The id of somebody's transformer whose forward runs (wan/diffusers_capture.py); None: of no such one
 MODEL: ContextVar[int | None] = ContextVar("model", default=None)
-_of_process: Any = None
+_of_process: "Capture | None" = None
 _open = 0  # contexts of any thread in which somebody looks; torch.compile can read it, and no ContextVar
 _lock = Lock()
 
@@ -277,23 +281,23 @@ def during(at: Pass) -> Iterator[None]:
         _PASS.set(before)
 
 
-def observed(by: Any = None) -> AbstractContextManager[None]:
+def observed(by: "Capture | None" = None) -> AbstractContextManager[None]:
     """Let one observer (wan.capture.Capture), or none, take the attention calls of this context."""
     return pushed(_OBSERVERS, [by])  # one of its own, however often None is there
 
 
-def observe_process(by: Any) -> None:
+def observe_process(by: "Capture | None") -> None:
     """Install an observer for all contexts that have none of their own."""
     global _of_process
     _of_process = by
 
 
-def observer(model: int | None = None) -> Any:
+def observer(model: int | None = None) -> "Capture | None":
     """Return the observer of attention calls in this context, or None: the last of those of the model.
 
     model is the id of somebody's transformer, by default the one whose forward runs.
     """
-    entries: tuple[list[Any], ...] = ()
+    entries: tuple[list[Capture | None], ...] = ()
     if _open:
         entries = _OBSERVERS.get()
     for [entry] in reversed(entries):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,25 @@ POSITIONS_AT_ONCE = 1024  # of latents, encoded in one call: 16 latent frames of
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+class Sizes(TypedDict):
+    """Arguments of diffusers' AutoencoderKLWan in which Wan2.2's VAE differs from Wan2.1's."""
+
+    base_dim: int
+    decoder_base_dim: int
+    z_dim: int
+    is_residual: bool
+    patch_size: int
+    in_channels: int
+    out_channels: int
+    scale_factor_spatial: int
+    latents_mean: list[float]
+    latents_std: list[float]
+
+
 # Sizes of Wan2.2's VAE as diffusers names them, and mean and std of its channels. The original release has no
 # config: https://github.com/Wan-Video/Wan2.2 wan/modules/vae2_2.py.
 # fmt: off
-WIDE_SIZES: dict[str, Any] = {
+WIDE_SIZES: Sizes = {
     "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "patch_size": 2,
     "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16,
     "latents_mean": [
@@ -88,7 +103,7 @@ class VAE(nn.Module):
             with torch.device("meta"):
                 if checkpoint.is_native(ckpt_dir):
                     if checkpoint.has_wide_vae(ckpt_dir):
-                        sizes = WIDE_SIZES | sizes
+                        sizes = {**WIDE_SIZES, **sizes}
                     vae = AutoencoderKLWan(**sizes)  # whose defaults are Wan2.1's
                 else:
                     vae = AutoencoderKLWan.from_config(
@@ -99,7 +114,7 @@ class VAE(nn.Module):
                 channels_last(vae)
             return cls(vae).to(device)
 
-    files: list[dict[str, Any]] | None = None  # that it was read from, where its videos say so
+    files: list[checkpoint.FileRecord] | None = None  # that it was read from, where its videos say so
 
     @cached_property
     def decoder(self) -> "Decoder":
@@ -345,7 +360,7 @@ class Residual:
 
     def __init__(self, block: Any):
         self.first, self.second = Conv(block.conv1, block.norm1), Conv(block.conv2, block.norm2)
-        self.shortcut: tuple[Tensor, Any] | None = None
+        self.shortcut: tuple[Tensor, Tensor | None] | None = None
         if isinstance(block.conv_shortcut, nn.Conv3d):
             self.shortcut = block.conv_shortcut.weight.flatten(1), block.conv_shortcut.bias
 
@@ -403,6 +418,14 @@ class Upsample:
         return Sum(y, self.later, shuffled=True)
 
 
+class Shortcut(Protocol):
+    """diffusers' DupUp3D: each number goes to factor_t frames of factor_s x factor_s pixels."""
+
+    factor_t: int
+    factor_s: int
+    repeats: int  # of each channel, before they are given away
+
+
 class UpBlock:
     """Residual blocks, then more pixels; Wan2.2's adds what came in, each number at all its new places."""
 
@@ -413,27 +436,29 @@ class UpBlock:
         else:
             upsamplers = [block.upsampler]
         self.layers += [Upsample(upsampler) for upsampler in upsamplers if upsampler is not None]
-        self.around: Any = getattr(block, "avg_shortcut", None)
+        self.around: Shortcut | None = getattr(block, "avg_shortcut", None)
 
     def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
-        x = None
-        if self.around is not None:
-            x, _ = feed(s, keep=True)
-            s = Sum(x)
+        if self.around is None:
+            return self.through_layers(s, past, is_first)
+        x, _ = feed(s, keep=True)
+        s = self.through_layers(Sum(x), past, is_first)
+        return s._replace(residual=spread(x, self.around, is_first))
+
+    def through_layers(self, s: Sum, past: Past, is_first: bool) -> Sum:
         for layer in self.layers:
             s = layer(s, past, is_first)
-        if x is None:
-            return s
-        return s._replace(residual=self.spread(x, is_first))
+        return s
 
-    def spread(self, x: Tensor, is_first: bool) -> Tensor:
-        """Give channels to new frames and pixels: [B, T, H, W, C] -> [B, tT, sH, sW, O]."""
-        t, s = self.around.factor_t, self.around.factor_s
-        x = x.repeat_interleave(self.around.repeats, -1)
-        x = rearrange(x, "b f h w (c t p q) -> b (f t) (h p) (w q) c", t=t, p=s, q=s)
-        if is_first:
-            return x[:, t - 1 :]
-        return x
+
+def spread(x: Tensor, shortcut: Shortcut, is_first: bool) -> Tensor:
+    """Give channels to new frames and pixels: [B, T, H, W, C] -> [B, tT, sH, sW, O]."""
+    t, s = shortcut.factor_t, shortcut.factor_s
+    x = x.repeat_interleave(shortcut.repeats, -1)
+    x = rearrange(x, "b f h w (c t p q) -> b (f t) (h p) (w q) c", t=t, p=s, q=s)
+    if is_first:
+        return x[:, t - 1 :]
+    return x
 
 
 class Decoder:

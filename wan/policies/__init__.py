@@ -135,8 +135,10 @@ def policy_classes(config: RunConfig) -> list[type[cache.CachePolicy]]:
     if config.cache_policy:
         remaining.append(config.cache_policy)
     for settings in remaining:
-        remaining += (settings.get("policies") or {}).values()
-        classes.append(POLICIES[settings["name"]])
+        of_heads = settings.get("policies")
+        if isinstance(of_heads, Mapping):
+            remaining += of_heads.values()
+        classes.append(POLICIES[str(settings["name"])])
     return classes
 
 

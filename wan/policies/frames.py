@@ -709,6 +709,8 @@ class HeadClass:
 class PerHeadCache(AnyCache):
     """A KVCache for each class of heads."""
 
+    policy: "PerHead"
+
     def __init__(self, sizes: CacheSizes, policy: CachePolicy):
         super().__init__(sizes, policy)
         self.classes: list[HeadClass] = []

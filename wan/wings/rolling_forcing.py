@@ -28,6 +28,8 @@ class RollingCache(KVCache):
     forward sees at most size frames.
     """
 
+    policy: "CleanFrames"
+
     def __init__(self, sizes: CacheSizes, policy: CachePolicy):
         super().__init__(sizes, policy)
         self.size, self.is_clean = self.policy.window - self.sink, False
