@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests, a process for each core:  bash tests/run.sh [--full] [pytest arguments]
 # --full runs those marked `beside` too: browsers, whole scripts, the shipped weights judged again.
+# --full --install only installs what they need.
 # --gpu runs what a GPU changes, by ${PYTHON:-python3} as it is: nothing is installed. At most 5 minutes on an H100.
 set -euo pipefail
 if [ "${1:-}" = --gpu ]; then
@@ -23,4 +24,5 @@ if [ "${1:-}" = --full ]; then
     python -c 'import material' 2> /dev/null || install_packages -e ".[docs]" ||
         echo "notice: mkdocs was not found; the test of the site is skipped"
 fi
+if [ "${1:-}" = --install ]; then exit; fi
 python -m pytest -n auto --dist loadfile --no-loadscope-reorder ${chosen[@]+"${chosen[@]}"} "$@"  # macOS: bash 3.2

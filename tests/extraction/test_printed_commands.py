@@ -58,6 +58,11 @@ for line in sys.stdin.read().splitlines():
     if folder == ".":
         sys.argv[0] = f"experiments/{sys.argv[0]}"
     runpy.run_path(sys.argv[0], run_name="__main__")
+    print("END", flush=True)
+"""
+# In place of Python: it writes down the script and the flags that a shell script hands on
+RECORDER = """#!/bin/bash
+printf "%q " "$@" > handed_on
 """
 
 
@@ -86,11 +91,36 @@ def run(folder, command, text=None):
     return done.stdout
 
 
+def handed_on(folder, commands) -> list[str]:
+    """Return the script of experiments/ and its flags that each shell command starts."""
+    python = folder / ".venv/bin/python"
+    original = python.rename(python.with_name("python.original"))
+    python.write_text(RECORDER)
+    python.chmod(0o755)
+    started = []
+    for command in commands:
+        run(folder, command)
+        started.append((folder / "handed_on").read_text().removeprefix("experiments/"))
+    (folder / "handed_on").unlink()
+    original.rename(python)
+    return started
+
+
+@pytest.fixture(scope="module")
+def printed(mini_clone) -> dict[object, list[str]]:
+    """Run all commands in one process -> the lines that each printed."""
+    lines = [f".: {command}" for command in handed_on(mini_clone, SHELL)]
+    lines += [f"{folder}: {command}" for folder, command in PYTHON]
+    output = run(mini_clone, f"python -c {shlex.quote(IN_ONE_PROCESS)}", "\n".join(lines))
+    parts = [part.splitlines() for part in output.split("END\n")[:-1]]
+    return dict(zip([*SHELL, *PYTHON], parts, strict=True))
+
+
 @pytest.mark.beside
 @pytest.mark.parametrize("command", SHELL)
-def test_a_shell_command_writes_its_caches_and_names_the_next_one(command, mini_clone):
+def test_a_shell_command_writes_its_caches_and_names_the_next_one(command, printed, mini_clone):
     paths, notebook = SHELL[command]
-    lines = run(mini_clone, command).splitlines()
+    lines = printed[command]
     for path in paths:
         assert load_cache(mini_clone / path)["model"] == "wan-mini"
     if notebook is None:  # --quiet
@@ -103,11 +133,10 @@ def test_a_shell_command_writes_its_caches_and_names_the_next_one(command, mini_
 
 
 @pytest.mark.beside
-def test_python_commands_run_from_the_root_and_from_experiments(mini_clone):
+def test_python_commands_run_from_the_root_and_from_experiments(printed, mini_clone):
     """Inputs are looked up at the root; outputs are below the working folder, and nothing else is written."""
-    lines = "\n".join(f"{folder}: {command}" for folder, command in PYTHON)
-    run(mini_clone, f"python -c {shlex.quote(IN_ONE_PROCESS)}", lines)
     for (folder, command), path in PYTHON.items():
+        assert printed[folder, command]
         cache = load_cache(mini_clone / folder / path)
         assert cache["weights"] == ("base" if "--no_checkpoint" in command else "checkpoint")
     status = run(mini_clone, "git status --porcelain experiments")

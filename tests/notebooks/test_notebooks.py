@@ -70,7 +70,8 @@ def run(name, folder, cache=None, parameter="CACHE_PATH", writes=True, **paramet
     with chdir(ROOT / "notebooks"), pytest.MonkeyPatch.context() as patch, capture_output() as printed:
         # IPython takes the place of __main__, which processes that are spawned later import again
         patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-        patch.setattr(style, "lay_out", lambda figure: figure.set_layout_engine("none") is None)
+        # "none" in place of None would have matplotlib draw each figure twice
+        patch.setattr(style, "lay_out", lambda figure: figure.set_layout_engine(None) is None)
         patch.setattr(style.StyledFigure, "_ipython_display_", lambda figure: None)
         if not writes:
             patch.setattr(FigureFolder, "save", lambda self, figure, name: figure)
