@@ -407,6 +407,7 @@ class Captured:
             raise errors.ConfigError('no words were asked for: capture(session, words=["circle"])')
         asked = self.asked_words
         run = run or self._last()
+        run.require_gathered()
         return words_of_prompts.maps_of_run(run, asked.words, each=asked.by_head, direction=direction)
 
     @contextmanager
@@ -485,6 +486,8 @@ class Captured:
         or a model where a pipeline has several that one atlas cannot hold.
         """
         run = run or self._last()
+        if isinstance(run, Run):
+            run.require_gathered()
         if not getattr(run, "records", None):
             raise errors.ConfigError(
                 f"atlas: {errors.short_repr(run)} has no attention: make it inside capture(session)"
@@ -512,6 +515,8 @@ class Captured:
         names = sorted({name for run in self.runs for name in run.common.get("uncompiled", ())})
         if names:
             text += f"; {' and '.join(names)} ran uncompiled"
+        if self.runs and "rank" in self.runs[-1].common:
+            text += "; rank 0 has what was captured"
         return text
 
 

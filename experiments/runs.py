@@ -266,9 +266,18 @@ class Run:
 
     def captured(self, name: str, layer: int, step: int) -> list[CapturedCall]:
         """Return the calls of one layer and pass that hold a quantity. RunError where there is none."""
+        self.require_gathered()
         if (name, layer, step) not in self._calls:
             raise files.RunError(f"layer {layer}, step {step}: no {name} was captured")
         return self._calls[name, layer, step]
+
+    def require_gathered(self) -> None:
+        """Raise RunError in a process whose captured heads are gathered in another one."""
+        if "rank" in self.common:
+            raise files.RunError(
+                f"this is rank {self.common['rank']} of {self.common['gpus']} GPUs, and rank 0 has what was "
+                "captured: look at it there"
+            )
 
     def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
         """Assemble frame_logits, also from token logits, or frame_mass of all blocks [H, F, F]."""

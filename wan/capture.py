@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wan import errors, reductions, sites
 from wan.attention import Call
-from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send, to_host, wait_for_host
+from wan.keys import HeadShard, KeyLayout, RotaryTable, Slot, as_index, select, send, to_host, wait_for_host
 from wan.sites import Pass, Site, current_pass, during
 
 Kind = Literal["self", "cross", "cross_image"]
@@ -382,13 +382,14 @@ def _masked_maps(
     request: CaptureRequest, call: Call, at: Pass, parts: tuple[Tensor, Tensor, Any, Any], keys: slice
 ) -> dict[str, Tensor]:
     """_map_values of such a call: its q, k, mask and bias, and the keys that are of frames."""
-    heads = _heads_of(request, range(call.q.shape[2]), call.q.shape[2])
+    here = _heads_of(request, call.shard)
+    heads = here or [0]
     q, k, mask, bias = parts
     q, k, bias = select(q, heads, 2), select(k, heads, 2), _selected(bias, heads, 0)
     if mask is not None and mask.shape[1] > 1:
         mask = select(mask, heads, 1)
     if call.site.kind != "self":
-        return {"word_map": word_map(q, k, request.num_words, bias, mask)}
+        return _of_heads({"word_map": word_map(q, k, request.num_words, bias, mask)}, here)
     queries, S = queries_of(request.queries, at.query_frames), call.key_layout.tokens_per_slot
     sites.check_indices("token", [query.token for query in queries if query.token != ALL], S)
     logits, masses = [], []
@@ -400,7 +401,7 @@ def _masked_maps(
         logits.append((sums / pairs)[..., keys].half())
         masses.append((mass * S)[..., keys].half())
     maps = {"map_logits": torch.cat(logits, 2), "map_mass": torch.cat(masses, 2)}
-    return maps | {"map_queries": torch.tensor(queries)}
+    return _of_heads(maps, here) | {"map_queries": torch.tensor(queries)}
 
 
 def _word_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
@@ -441,20 +442,17 @@ def _word_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if masses_of_text:
         values["text_share"] = torch.cat(masses_of_text)
     # 4. The mean over heads; several GPUs have some of them each, and keep them.
-    if call.shard.is_whole and not request.by_head:
+    if request.by_head:
+        return {name: value.half() for name, value in values.items()}
+    if call.shard.is_whole:
         return {name: value.mean(1, keepdim=True) for name, value in values.items()}
-    return {name: value.half() for name, value in values.items()}
+    return values
 
 
 def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | None) -> dict[str, Tensor]:
     """Return what a request for maps keeps of a call, whose bias [H, Lk] is on the host."""
-    shard = call.shard
-    heads = _heads_of(request, shard.heads, shard.total)
-    if not shard.is_whole and heads != sorted(heads):
-        raise errors.ConfigError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
-    # Every process keeps its own heads; gathering puts them one behind the other.
-    here = shard.local(heads)
-    computed = here or [0]  # a process without any of them keeps maps of 0 heads
+    here = _heads_of(request, call.shard)
+    computed = here or [0]
     q, k, bias = select(call.q, computed, 2), select(call.k, computed, 2), _selected(bias, computed, 0)
     on_device = None
     if bias is not None:
@@ -465,18 +463,28 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
         S, lse = call.key_layout.tokens_per_slot, _selected(call.lse, computed, 1)
         values = key_maps(q, k, lse, request.queries, at.query_frames, S, on_device)
         values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), bias, q.device)
-    if not here:
-        for name in values.keys() - {"map_queries"}:
-            values[name] = values[name][:, :0]
-    return values
+    return _of_heads(values, here)
 
 
-def _heads_of(request: CaptureRequest, here: range, count: int) -> list[int]:
-    """Return the heads of a request for maps, those here where it names none; ConfigError beyond count."""
+def _heads_of(request: CaptureRequest, shard: HeadShard) -> list[int]:
+    """Return the heads of a request for maps that are here, by their local numbers: all if it names none.
+
+    Gathering puts those of several processes one behind the other. ConfigError for heads that are not there.
+    """
     if request.heads is None:
-        return list(here)
-    sites.check_indices("head", request.heads, count)
-    return list(request.heads)
+        return shard.local(shard.heads)
+    heads = list(request.heads)
+    sites.check_indices("head", heads, shard.total)
+    if not shard.is_whole and heads != sorted(heads):
+        raise errors.ConfigError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
+    return shard.local(heads)
+
+
+def _of_heads(values: dict[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
+    """Return maps [B, H, ...]; of 0 heads in a process that has none of those that are asked for."""
+    if heads:
+        return values
+    return {name: value if name == "map_queries" else value[:, :0] for name, value in values.items()}
 
 
 def _selected(x: Tensor | None, numbers: Sequence[int], dim: int) -> Tensor | None:

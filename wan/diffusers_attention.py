@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,8 @@ class Reached(BaseException):
 
 FORWARD: ContextVar[Forward | None] = ContextVar("diffusers_forward", default=None)
 CALLER: ContextVar[Caller | None] = ContextVar("diffusers_caller", default=None)
+# The processes that share the tokens of the forward's model (wan/wings/ulysses.py); None: it is on one GPU
+PARALLEL: ContextVar[Any] = ContextVar("diffusers_parallel", default=None)
 IS_EXPERIMENT: ContextVar[bool] = ContextVar("diffusers_experiment", default=False)
 
 
@@ -191,10 +193,37 @@ def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
         return original(*args, **kwargs)
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
+    arguments, parallel, site = bound.arguments, PARALLEL.get(), caller.site
+    if site is not None and caller.has_image_keys:
+        site, caller.has_image_keys = replace(site, kind="cross_image"), False
+    # 1. On one GPU.
+    if parallel is None and is_reached:
+        raise Reached(arguments["query"], arguments["key"].shape[1])
+    if parallel is None:
+        assert forward is not None and site is not None
+        return _attend(forward, caller, site, original, arguments)
+    # 2. Of several GPUs each has some tokens of all heads: here it has all tokens of some heads.
+    if not is_reached and not _is_captured(forward, site):
+        return original(*args, **kwargs)
+    length, shard = arguments["query"].shape[1], parallel.shard(arguments["query"].shape[2])
+    arguments = shard.whole_call(arguments)
     if is_reached:
-        raise Reached(bound.arguments["query"], bound.arguments["key"].shape[1])
-    assert forward is not None
-    return _attend(forward, caller, original, bound.arguments)
+        raise Reached(arguments["query"], arguments["key"].shape[1])
+    assert forward is not None and site is not None
+    out = _attend(forward, caller, replace(site, shard=shard), original, arguments)
+    return shard.with_all_heads(out, length)
+
+
+def _is_captured(forward: Forward | None, site: sites.Site | None) -> bool:
+    """Return whether a call of a site is captured in a pass of a forward."""
+    by = sites.observer()
+    if by is None or forward is None or site is None:
+        return False
+    for at, _ in forward.parts:
+        with sites.during(at):
+            if by.wants(site):
+                return True
+    return False
 
 
 def tokens_around(
@@ -209,16 +238,13 @@ def tokens_around(
     return (len_q - behind - video.total, behind), (video.before, behind)
 
 
-def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str, Any]) -> Tensor:
+def _attend(
+    forward: Forward, caller: Caller, site: sites.Site, original: Any, arguments: dict[str, Any]
+) -> Tensor:
     """Compute a call's output [B, Lq, H, D] with edits, and show it to captures."""
-    if arguments["parallel_config"] is not None:
-        raise ConfigError("tokens that several GPUs share cannot be seen: disable context parallelism")
-    assert caller.site is not None
     q, k, v = arguments["query"], arguments["key"], arguments["value"]
-    # 1. Which call this is, which of its tokens are of no frame, and whether queries are in order.
-    site, is_self = caller.site, caller.site.kind == "self"
-    if caller.has_image_keys:
-        site, caller.has_image_keys = sites.Site(site.layer, "cross_image"), False
+    # 1. Which tokens of this call are of no frame, and whether queries are in order.
+    is_self = site.kind == "self"
     is_edited = bool(sites.watchers()) and site.kind != "cross_image"
     video, len_q, len_k = forward.video, q.shape[1], k.shape[1]
     around_q, around = tokens_around(forward, is_self, len_q, len_k)
@@ -345,15 +371,18 @@ def compare_queries(
     around are the numbers of others before and behind them: those of a history may have a RoPE that shortens
     them. On a GPU the answer is read when the forward ends (read_comparisons).
     """
-    if caller.norms is None:
+    norms = caller.norms
+    if norms is None:
         return
+    if site.shard is not None:
+        norms = PARALLEL.get().whole_norms(norms)
     rows = slice(around[0], q.shape[1] - around[1])
-    normed = tuple(norm[:, rows] for norm in caller.norms)  # text or padding may have been put behind them
+    normed = tuple(norm[:, rows] for norm in norms)  # text or padding may have been put behind them
     sent = diffusers_frames.norms_of(q[:, rows].detach())
     if normed[0].shape != sent[0].shape:
         raise _permuted(site, caller.module)
     answer = diffusers_frames.compare_norms(normed, sent, q.dtype)
-    forward.compared.append(Comparison(site, caller.module, answer, is_proof=True))
+    forward.compared.append(Comparison(replace(site, shard=None), caller.module, answer, is_proof=True))
     if not q.is_cuda:
         read_comparisons(forward)
 

@@ -131,6 +131,15 @@ def is_uncompiled(transformer: Any) -> bool:
     return watched is not None and watched.is_compiled
 
 
+def place_among_gpus(transformer: Any) -> tuple[int, int]:
+    """Return the rank of this process among those that share a transformer's tokens, and their number."""
+    config = getattr(transformer, "_parallel_config", None)
+    context = getattr(config, "context_parallel_config", None)
+    if context is None:
+        return 0, 1
+    return context._ulysses_local_rank, context.ulysses_degree
+
+
 def _layers_of_family(transformer: Any, family: diffusers_frames.Family) -> list[Any]:
     return [compiled.plain(layer) for part in family.layers for layer in getattr(transformer, part)]
 
@@ -351,7 +360,7 @@ def _call_transformer(watched: Watched, original: Callable[..., Any], *args: Any
         raise errors.ConfigError(
             f"{title} was compiled while it is watched: compile it before captures and edits"
         )
-    before = attention.FORWARD.get(), attention.CALLER.get(), MODEL.get()
+    before = attention.FORWARD.get(), attention.CALLER.get(), MODEL.get(), attention.PARALLEL.get()
     try:
         attention.FORWARD.set(None)
         attention.CALLER.set(None)
@@ -362,6 +371,7 @@ def _call_transformer(watched: Watched, original: Callable[..., Any], *args: Any
         attention.FORWARD.set(before[0])
         attention.CALLER.set(before[1])
         MODEL.set(before[2])
+        attention.PARALLEL.set(before[3])
 
 
 def _call_attention(
@@ -420,6 +430,8 @@ def _call_part(name: str, layer: int, original: Callable[..., Any], *args: Any, 
 # --- A forward: which pass it is, and where its frames lie
 def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a forward inside its announced pass, with both checks of where frames lie."""
+    parallel = _processes_of(watched)
+    attention.PARALLEL.set(parallel)
     # 1. Its pass, and its frames. What the user announced comes first.
     arguments = arguments_of(watched.transformer, args, kwargs)
     told = diffusers_passes.told_of(watched.transformer, watched.pipeline, watched.name)
@@ -436,6 +448,8 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
     _check_watchers(watched, told, parts[0][0], video, is_chunk)
     requests = getattr(observer(), "requests", ())
     require_bands(watched, requests)
+    if parallel is not None:
+        parallel.require_alike(requests)
     forward = attention.Forward(
         parts=parts,
         video=video,
@@ -464,10 +478,31 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
         attention.read_comparisons(forward)
         if is_late:
             forward.check.place = _place_of(watched, forward, args, kwargs)
+        if parallel is not None:
+            calls[count:] = parallel.gathered(calls[count:])
     except errors.ConfigError:
         del calls[count:]
         raise
     return out
+
+
+def _processes_of(watched: Watched) -> Any:
+    """Return the processes that share the tokens of a transformer, None of one on one GPU.
+
+    ConfigError for who watches more than attention and latents then, and for other kinds of parallelism.
+    """
+    model = watched.transformer
+    if getattr(model, "_parallel_config", None) is None:
+        return None
+    from wan.wings import ulysses
+
+    for watcher in watchers():
+        if watcher.sees is None or not watcher.sees <= {*OF_FORWARD}:
+            raise errors.ConfigError(
+                f"several GPUs share the tokens of {type(model).__name__}: there attention, x_t, flow and x0 "
+                "are captured; edits, gradients and other sites take one GPU"
+            )
+    return ulysses.processes_of(model)
 
 
 def arguments_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def noise(*shape: int, seed: int = 3) -> torch.Tensor:
 
 def wan(name: str = "WanTransformer3DModel", batch: int = 2, texts: int = 7, timestep=None, **more):
     sizes = {"ffn_dim": 32, "freq_dim": 16, "text_dim": 8, "in_channels": 4, "out_channels": 4}
-    model = getattr(diffusers, name)(**HEADS, **sizes | more)
+    model = getattr(diffusers, name)(**(HEADS | sizes | more))
     given = {"hidden_states": noise(batch, 4, F, H, W), "encoder_hidden_states": noise(batch, texts, 8)}
     return model, given | {"timestep": torch.full((batch,), 700.0) if timestep is None else timestep}
 

@@ -427,4 +427,6 @@ def _joined(
             k_shape=k_shape,
             layout=layout,
             item=call.item,
+            check=call.check,
+            beside=call.beside,
         )

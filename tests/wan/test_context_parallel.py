@@ -1,0 +1,199 @@
+"""diffusers' Ulysses context parallelism in two processes: what one captures, gathered in the first."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig  # imported before processes are forked
+from diffusers.hooks import context_parallel
+from helpers.checkpoints import sample, small_wan_pipeline
+from helpers.parallel_rollouts import together
+from helpers.video_transformers import made, noise, wan
+
+from experiments import capture, intervene
+from wan.capture import CaptureRequest, MapQuery
+from wan.diffusers_capture import capture_diffusers
+from wan.interventions import Ablate
+from wan.wings import ulysses
+
+ATOL = 1e-5
+QUERIES = (MapQuery(), MapQuery(1), MapQuery(2, 1))
+WORDS = {"granularity": "words", "kinds": ("cross",), "words": (((0,), (1, 2)),)}
+FRAMES = CaptureRequest(granularity="frame", kinds=("self", "cross", "cross_image"))
+REQUESTS = (
+    FRAMES,
+    CaptureRequest(granularity="frame", layers=[1], rope_bands=True, mass=False),
+    CaptureRequest(granularity="key", layers=[0]),
+    CaptureRequest(granularity="token", layers=[1], is_logits=False),
+    CaptureRequest(granularity="map", layers=[0], heads=(1, 2), queries=QUERIES),
+    CaptureRequest(granularity="map", layers=[1], heads=(0,), queries=QUERIES, kinds=("self", "cross")),
+    CaptureRequest(**WORDS),
+    CaptureRequest(**WORDS, by_head=True),
+)
+
+
+def gather_any(x, dim, group):
+    """What diffusers gathers of several lengths: gloo takes tensors of one length."""
+    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([x.shape[dim]]), group=group)
+    padded = x.new_zeros(int(max(lengths)), *x.movedim(dim, 0).shape[1:])
+    padded[: x.shape[dim]] = x.movedim(dim, 0)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: int(n)] for part, n in zip(parts, lengths, strict=True)]).movedim(0, dim)
+
+
+def shared(model, group, **options):
+    """A model whose tokens the processes of a group share; alone without a group."""
+    if group is not None:
+        torch.accelerator.device_count = lambda: 1  # diffusers divides by the number of GPUs, on a CPU too
+        context_parallel._all_gather_anything = gather_any
+        options = options or {"ulysses_degree": group.size()}
+        model.enable_parallelism(config=ContextParallelConfig(**options))
+    return model.eval()
+
+
+def run(model, given):
+    with torch.no_grad():
+        return model(**given | {"return_dict": False})[0]
+
+
+def captured(model, given, *requests):
+    plain = run(model, given)
+    with capture_diffusers(model, *requests) as calls:
+        out = run(model, given)
+    assert torch.equal(out, plain)
+    return out, list(calls)
+
+
+def every_model(group):
+    """Heads and tokens that split evenly, tokens and heads that do not, images, and shared keys of text."""
+    torch.manual_seed(0)
+    uneven = {"ulysses_degree": 2, "ulysses_anything": True}
+    found = []
+    model, given = wan(num_attention_heads=4)
+    found.append(captured(shared(model, group), given, *REQUESTS))
+    model, given = wan()
+    given["hidden_states"] = noise(2, 4, 3, 2, 6)
+    found.append(captured(shared(model, group, **uneven), given, *REQUESTS))
+    for name in ("wan_i2v", "ltx"):
+        model, given = made(name)
+        if "encoder_attention_mask" in given:
+            given["encoder_attention_mask"] = None  # diffusers' own call fails, whose mask has all heads
+        found.append(captured(shared(model, group, **uneven), given, FRAMES))
+    return found
+
+
+def test_every_quantity_of_two_processes_is_that_of_one():
+    first, second = together(2, every_model)
+    for (out, calls), (other, none), (expected, like) in zip(first, second, every_model(None), strict=True):
+        torch.testing.assert_close(out, expected, atol=ATOL, rtol=0)
+        assert torch.equal(other, out) and not none and len(calls) == len(like) > 0
+        for call, one in zip(calls, like, strict=True):
+            assert (call.site, call.at, call["key_frames"]) == (one.site, one.at, one["key_frames"])
+            assert (call.q_shape, call.k_shape) == (one.q_shape, one.k_shape)
+            assert (call.frames, call.beside) == (one.frames, one.beside)
+            assert call.values.keys() == one.values.keys()
+            for name, value in call.values.items():
+                wanted = one.values[name]
+                if name == "word_share" and wanted.shape[1] == 1:
+                    value = value.mean(1, keepdim=True)
+                half = 2**-10 if value.dtype == torch.float16 else 0.0
+                torch.testing.assert_close(value, wanted, atol=ATOL, rtol=half, equal_nan=True)
+
+
+def message_of(function):
+    """The one line of an error, or what a function returned."""
+    try:
+        return function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def refusals(group):
+    """What is refused, by name; the same in all processes."""
+    torch.manual_seed(0)
+    frames = {"granularity": "frame"}
+    messages = {}
+    # 1. Other kinds of parallelism, tokens that no plan splits, heads that do not split.
+    model, given = wan(num_attention_heads=4)
+    messages["ring"] = message_of(lambda: captured_alone(shared(model, group, ring_degree=2), given))
+    model, given = made("cosmos")
+    messages["diffusers"] = message_of(lambda: shared(model, group))
+    messages["no plan"] = message_of(lambda: captured_alone(model, given))
+    model, given = wan(num_attention_heads=4)
+    model._parallel_config = SimpleNamespace(context_parallel_config=None)
+    messages["tensor"] = message_of(lambda: captured_alone(model, given))
+    model, given = wan(num_attention_heads=3)
+    messages["heads"] = message_of(lambda: captured_alone(shared(model, group), given))
+    # 2. What needs whole tokens in one process; different captures; and none in the other.
+    model, given = wan(num_attention_heads=4)
+    shared(model, group)
+    with capture(model, "resid_post"):
+        messages["site"] = message_of(lambda: run(model, given))
+    with intervene(model, Ablate("zero", layers=(0,), passes="all")):
+        messages["edit"] = message_of(lambda: run(model, given))
+    with capture_diffusers(model, layers=[group.rank()], **frames):
+        messages["different"] = message_of(lambda: run(model, given))
+    with capture_diffusers(model, **frames):
+        messages["gradients"] = message_of(lambda: model(**given, return_dict=False))
+    ulysses.WAIT = ulysses.timedelta(seconds=1)
+    model, given = wan(num_attention_heads=4)
+    shared(model, group)
+    if group.rank() == 0:
+        messages["alone"] = message_of(lambda: captured_alone(model, given))
+    dist.barrier()
+    return messages
+
+
+def captured_alone(model, given):
+    with capture_diffusers(model, granularity="frame"):
+        run(model, given)
+
+
+REFUSED = {
+    "ring": "ConfigError: WanTransformer3DModel: ring attention cannot be seen, since no GPU has all keys",
+    "diffusers": "ValueError: `cp_plan` must be provided",
+    "no plan": r"ConfigError: CosmosTransformer3DModel: context parallelism has no plan of its tokens",
+    "tensor": "ConfigError: WanTransformer3DModel: tensor parallelism cannot be seen",
+    "heads": "ConfigError: 3 heads do not split over 2 GPUs: take .*ulysses_anything=True",
+    "site": "ConfigError: several GPUs share the tokens of WanTransformer3DModel: .* take one GPU",
+    "edit": "ConfigError: several GPUs share the tokens of WanTransformer3DModel: .* take one GPU",
+    "different": "ConfigError: processes that share a transformer capture different things",
+    "gradients": "ConfigError: no gradients are computed of a call that several GPUs share",
+    "alone": "ConfigError: another process did not capture within 1 s",
+}
+
+
+def test_what_cannot_be_right_is_refused_in_one_line():
+    first, second = together(2, refusals)
+    assert first.keys() == REFUSED.keys() and second == {
+        name: first[name] for name in first if name != "alone"
+    }
+    for name, message in first.items():
+        assert isinstance(message, str) and len(message.splitlines()) == 1, name
+        with pytest.raises(RuntimeError, match=REFUSED[name]):
+            raise RuntimeError(message)
+
+
+def pipeline_run(group):
+    torch.manual_seed(0)
+    pipe = small_wan_pipeline()
+    kind = type(pipe.transformer)
+    pipe.transformer = kind.from_config(dict(pipe.transformer.config) | {"num_attention_heads": 4})
+    shared(pipe.transformer, group)
+    with capture(pipe, "x_t"), capture(pipe, layers=[1], cross=True) as seen:
+        sample(pipe)
+    texts = repr(seen), message_of(lambda: seen.atlas()["frame_mass"])
+    return seen.runs[0].latents, *texts, seen.runs[0].common.get("gpus")
+
+
+def test_a_pipeline_in_two_processes_has_its_atlas_in_the_first():
+    first, second = together(2, pipeline_run)
+    latents, text, mass, gpus = pipeline_run(None)
+    for other in (first[0], second[0]):
+        torch.testing.assert_close(other, latents, atol=ATOL, rtol=0)
+    torch.testing.assert_close(first[2], mass, atol=ATOL, rtol=0)
+    assert first[1] == text and gpus is None and first[3] == 2
+    assert "rank 0 has what was captured" in second[1] and "rank 1 of 2 GPUs" in second[2]
