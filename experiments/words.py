@@ -130,7 +130,7 @@ class WordMaps(Mapping[str, Tensor]):
         pictures = {frame: pixels[_last_video_frame(frame, len(pixels), count)] for frame in frames}
         maps = {word: self.mean(word)[list(frames)].numpy() for word in self}
         figures = import_module("experiments.figures.video_maps")  # loads matplotlib
-        return figures.word_strip(
+        return figures.map_rows(
             maps,
             frames,
             pictures,

@@ -18,6 +18,7 @@ DOCUMENTS = (
     "cache/published/*.md",
     "tests/golden/*.md",
     "notebooks/*.ipynb",
+    "notebooks/figures/*.mp4",
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 # The public API: page -> title, objects and the members of each; none is named: without members
@@ -202,7 +203,10 @@ def card(path, files, config):
 
 
 def on_page_content(html, page, config, files):
-    """Let the links of notebooks, which mkdocs does not read, lead to pages."""
+    """Let the links of notebooks, which mkdocs does not read, lead to pages; show README's picture moving."""
+    if page.file.src_uri == "README.md":
+        moving = r'\g<0><video src="\1.mp4" width="100%" autoplay loop muted playsinline></video>'
+        html = re.sub(r'<img[^>]*src="([^"]*/where_heads_look)\.svg"[^>]*>', moving, html)
     if page.file.src_uri.endswith(".ipynb"):
         html = re.sub(r'href="([^":]*)README\.md', r'href="\1index.html', html)
         html = re.sub(r'href="([^":]*)\.(?:md|ipynb)(?=["#])', r'href="\1.html', html)

@@ -6,6 +6,7 @@ from pathlib import Path
 import imageio.v3 as iio
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize, PowerNorm, to_rgb
 from matplotlib.figure import Figure
@@ -13,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from PIL import Image
 
 import experiments.figures.style as st
-from experiments.analysis.video_maps import VideoMap
+from experiments.analysis.video_maps import Place, VideoMap
 from experiments.caches import files, mp4
 from experiments.caches.formats import FORMATS
 from experiments.caches.outputs import require_replaceable
@@ -31,6 +32,7 @@ QUERY: st.Style = {"fill": False, "edgecolor": style.RED, "linewidth": 2}
 LINE, STRIPE = 3, 16  # pixels of the query's frame, and from stripe to stripe
 OVER_VIDEO = "maps over a video"  # in place of a model, in the mp4
 HEIGHT = 60  # pixels of a thumbnail
+MOVIE_DPI = 120  # of panels with names
 COPIED = 1.0  # seconds by which a video that was copied with its cache may be the older file
 
 
@@ -137,25 +139,85 @@ def map_strip(
 
 
 @style.styled
-def word_strip(
-    words: Mapping[str, np.ndarray],
+def map_rows(
+    rows: Mapping[str, np.ndarray],
     frames: Sequence[int],
     pictures: Sequence[np.ndarray] | Mapping[int, np.ndarray],
     *,
     title: str,
-    subtitle="",
-    alpha=ALPHA,
+    subtitle: str = "",
+    queries: Mapping[str, Place] | None = None,
+    alpha: float = ALPHA,
 ) -> Figure:
-    """Draw a row for each word: where in the query frames it is read, mass [frames, rows, columns]."""
-    scale = _scale(np.stack(list(words.values())), "mass")
-    rows = {
-        word: [blend(pictures[f], grid, scale, alpha) for f, grid in zip(frames, values, strict=True)]
-        for word, values in words.items()
-    }
-    figure, axes, _ = st.picture_grid(rows, [f"frame {frame}" for frame in frames])
-    st.color_bar(figure, scale, axes, "mass on the word, share of 1")
-    st.label_figure(figure, [], title, subtitle)
+    """Draw a row for each map [frames, rows, columns], such as of a word, from 0 to its own largest value.
+
+    queries name the token (frame, row, column) that looks, of rows that have one: its own frame does not
+    count for the scale, and it is framed.
+    """
+    queries = queries or {}
+    scales = {name: own_scale(values, queries.get(name), frames) for name, values in rows.items()}
+    painted = {}
+    for name, values in rows.items():
+        blended = [
+            blend(pictures[frame], grid, scales[name], alpha)
+            for frame, grid in zip(frames, values, strict=True)
+        ]
+        # Six bits of a colour are enough, and an SVG packs them almost twice as well.
+        painted[name] = [picture & 0xFC for picture in blended]
+    figure, axes, shown = st.picture_grid(painted, [f"frame {frame}" for frame in frames])
+    size = pictures[frames[0]].shape[:2]
+    for n, axis in enumerate(axes):
+        name, frame = list(rows)[n // len(shown)], frames[shown[n % len(shown)]]
+        query = queries.get(name)
+        if query is not None and query[0] == frame:
+            axis.add_patch(Rectangle(*_query_box(query, rows[name].shape[1:], size), **QUERY))
+    colors = ScalarMappable(PowerNorm(0.5, 0, 1), next(iter(scales.values())).cmap)
+    st.color_bar(figure, colors, axes, "attention, share of the row's largest")
+    legend = {}
+    if queries:
+        legend["query"] = Patch(label="the patch that looks", **QUERY)
+    st.label_figure(figure, [], title, subtitle, legend=legend)
     return figure
+
+
+word_strip = map_rows  # its older name
+
+
+def own_scale(values: np.ndarray, query: Place | None, frames: Sequence[int]) -> ScalarMappable:
+    """Make the scale of one map [frames, rows, columns]: up to its largest value but in the query's frame."""
+    counted = [n for n, frame in enumerate(frames) if query is None or frame != query[0]]
+    return _scale(values[counted], "mass")
+
+
+@style.styled
+def panels_beside(picture: np.ndarray, names: Sequence[str]) -> Figure:
+    """Draw one picture [h, w, 3] under each name, side by side."""
+    figure, *_ = st.picture_grid({"": [picture] * len(names)}, names)
+    return figure
+
+
+def save_rows_movie(
+    path: str | Path, video: np.ndarray, rows: Mapping[str, np.ndarray], overwrite: bool = False
+) -> Path:
+    """Write an mp4: the video [4 F - 3, h, w, 3] uint8, and beside it under each map [F, rows, columns]."""
+    frames = range(len(next(iter(rows.values()))))
+    scales = {name: own_scale(values, None, frames) for name, values in rows.items()}
+    figure = panels_beside(video[0], ["the video", *rows])
+    figure.set_dpi(MOVIE_DPI)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    figure.set_layout_engine("none")  # panels stay where they are
+    require_replaceable(path, mp4.contents_of_video(len(video), OVER_VIDEO), mp4.video_contents, overwrite)
+    with mp4.VideoWriter(path, multiple=2) as movie:
+        for n, pixels in enumerate(video):
+            frame = blocks.video_to_latent_frame(n, blocks.VIDEO_FRAMES_PER_LATENT)
+            panels = [pixels, *(blend(pixels, rows[name][frame], scale) for name, scale in scales.items())]
+            for axis, panel in zip(figure.axes, panels, strict=True):
+                axis.images[0].set_data(panel)
+            canvas.draw()
+            movie.append(np.asarray(canvas.buffer_rgba())[None, ..., :3])
+        movie.finish(model=OVER_VIDEO)
+    return Path(path)
 
 
 @style.styled
@@ -183,15 +245,17 @@ def _mark(axis: Axes, seen: VideoMap, frame: int, size: tuple[int, int]) -> None
     if frame in seen.noise_frames:
         axis.add_patch(Rectangle((0, 0), size[1], size[0], **NOISE))
     if frame == seen.query[0]:
-        axis.add_patch(Rectangle(*_query_box(seen, size), **QUERY))
+        axis.add_patch(Rectangle(*_query_box(seen.query, seen.values.shape[1:], size), **QUERY))
 
 
-def _query_box(seen: VideoMap, size: tuple[int, int]) -> tuple[tuple[float, float], float, float]:
-    """Corner (x, y), width and height of the query in a picture of so many rows and columns of pixels."""
-    (height, width), (_, row, column) = size, seen.query
+def _query_box(
+    query: Place, grid: Sequence[int], size: tuple[int, int]
+) -> tuple[tuple[float, float], float, float]:
+    """Corner (x, y), width and height of a token of a grid in a picture of so many rows and columns."""
+    (height, width), (_, row, column) = size, query
     if row < 0:
         return (0, 0), width, height
-    high, wide = height / seen.values.shape[1], width / seen.values.shape[2]
+    high, wide = height / grid[0], width / grid[1]
     return (column * wide, row * high), wide, high
 
 
@@ -222,17 +286,17 @@ def save_word_movie(
 ) -> Path:
     """Write an mp4 of a video [n, h, w, 3] uint8 under the map of each word [frames, rows, columns].
 
-    Words stand side by side, in one scale. The first latent frame is one frame of the video, all others are
-    equally many.
+    Words stand side by side, each from 0 to its largest value. The first latent frame is one frame of the
+    video, all others are equally many.
     """
-    scale = _scale(np.stack(list(words.values())), "mass")
+    scales = {word: _scale(values, "mass") for word, values in words.items()}
     num_frames = len(next(iter(words.values())))
     stride = max(1, (len(video) - 1) // max(1, num_frames - 1))
     require_replaceable(path, mp4.contents_of_video(len(video), OVER_VIDEO), mp4.video_contents, overwrite)
     with mp4.VideoWriter(path, multiple=2) as movie:
         for n, pixels in enumerate(video):
             frame = blocks.video_to_latent_frame(n, stride)
-            panels = [blend(pixels, grid[frame], scale) for grid in words.values()]
+            panels = [blend(pixels, words[word][frame], scale) for word, scale in scales.items()]
             movie.append(np.concatenate(panels, 1)[None])
         movie.finish(model=OVER_VIDEO)
     return Path(path)
@@ -253,7 +317,7 @@ def save_map_movie(
                 stripes = np.add.outer(np.arange(size[0]), np.arange(size[1])) % STRIPE < 2
                 picture[stripes] = picture[stripes] // 2 + 127
             if frame == seen.query[0]:
-                (x, y), wide, high = _query_box(seen, size)
+                (x, y), wide, high = _query_box(seen.query, seen.values.shape[1:], size)
                 left, top, right, bottom = (round(edge) for edge in (x, y, x + wide, y + high))
                 edge = np.zeros(size, bool)
                 edge[top:bottom, left:right] = True

@@ -1,27 +1,37 @@
-"""Draw the figures of docs/miniature.md: losses of its training, strips of its videos, base beside causal.
+"""Draw the figures of docs/miniature.md and of README: training, videos, base beside causal, heads and words.
 
     python experiments/miniature/figures.py
     python experiments/miniature/figures.py --layers cache/base/layer7.pt cache/causal/layer7.pt
+    python experiments/miniature/figures.py --looks
 
 The first draws the log in checkpoints/wan-mini/ and videos that are generated again; the second one layer of
-two layer caches. Both write SVGs into notebooks/figures/.
+two layer caches; the third where heads and words of one video look, with an mp4. All write SVGs into
+notebooks/figures/.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from einops import reduce
 from matplotlib.figure import Figure
+from PIL import Image
 
 import experiments.figures.style as st
+from experiments import capture, load
+from experiments.analysis import video_maps
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
+from experiments.extraction import cache_builders
 from experiments.figures import heads, style
+from experiments.figures import video_maps as drawing
 from experiments.miniature import SHIPPED, moving_shapes
 from experiments.miniature.evaluation import Miniature
 from experiments.running import cli
+from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import load_config
 from wan.files import read_json
 
@@ -29,16 +39,24 @@ STRIPS = {"one shape": 3, "two that cross": 1, "behind a wall": 2}  # captions s
 STRIP_FRAMES = 7  # shown of 81, evenly
 HEADS_SHOWN = 4  # of a layer of two caches: those that differ most
 SMOOTHED = 7  # values of a loss that are averaged
+CAPTION = "a red circle moving right over a dark blue background"
+WORDS = ["circle", "red", "background"]
+HEADS_THAT_FOLLOW = 3  # drawn, of all
+QUERY_FRAME = 18  # whose patch looks
+LOOK_FRAMES = [0, 3, 6, 9, 12, 15, 18]
 
 
 def run(argv=None):
     parser = cli.Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
     flag("--layers", nargs=2, metavar=("BASE", "CAUSAL"), help="layer caches: draw base above causal")
+    flag("--looks", action="store_true", help="draw where three heads look, and where words lie")
     flag("--output_dir", type=Path, default=Path("notebooks/figures"))
     flag("--overwrite", action="store_true", help="replace figures that were changed since")
     args = parser.parse_args(argv)
-    if args.layers:
+    if args.looks:
+        figures = looks(args.output_dir / "where_heads_look.mp4", args.overwrite)
+    elif args.layers:
         figures = {"base_and_causal_mini": base_and_causal(*args.layers)}
     else:
         figures = {"videos_mini": videos(), "training_mini": training()}
@@ -62,6 +80,78 @@ def base_and_causal(*paths: str) -> Figure:
     about = f"base, {base.pass_label}; causal, {causal.pass_label}; the heads that differ most"
     caption = replace(causal.caption, subtitle=about, highlighted_frames={})
     return heads.frame_maps(matrices, range(base.num_frames), caption, layer=layer, heads=names)
+
+
+def looks(movie: Path, overwrite: bool) -> dict[str, Figure]:
+    """Draw what a patch of the circle looks at, by the three heads that follow it best, and where words lie.
+
+    Writes an mp4 of the first figure's rows too. A head follows the circle as far as the root of its mass
+    correlates with the tokens that the circle covers, over the frames before the query's block.
+    """
+    # 1. The video, with words; then again with the maps of one patch, in the first pass.
+    session = load("wan_mini")
+    grid = cache_builders.token_grid(session.config)
+    with capture(session, words=WORDS) as captured:
+        run = session.generate(CAPTION, seed=42)
+    words = {word: values.numpy() for word, values in captured.words().items()}
+    covered = covered_by_red(run.video.numpy(), grid)  # [F, rows, columns]
+    row, column = np.unravel_index(covered[QUERY_FRAME].argmax(), grid)
+    query = (QUERY_FRAME, int(row), int(column))
+    requests = cache_builders.map_requests(session.config, grid, [query], steps=[0])
+    cache = cache_builders.maps_cache(session.generate(CAPTION, seed=42, requests=requests), grid)
+    # 2. The heads.
+    correlations = {}
+    for layer, head in product(cache["layers"], cache["heads"]):
+        seen = video_maps.open_map(cache, layer, head)
+        past = slice(seen.query_frames[0])
+        roots = np.sqrt(np.nan_to_num(seen.values[past]))
+        correlations[layer, head] = np.corrcoef(roots.ravel(), covered[past].ravel())[0, 1]
+    best = sorted(correlations, key=lambda place: -correlations[place])[:HEADS_THAT_FOLLOW]
+    rows = {
+        f"L{layer} H{head}": video_maps.open_map(cache, layer, head).values for layer, head in sorted(best)
+    }
+    queries = dict.fromkeys(rows, query)
+    rows['word "circle"'] = words["circle"]
+    # 3. Pictures of twice as many pixels.
+    video = enlarged(run.video.numpy())
+    pictures = video[[0, *range(VIDEO_FRAMES_PER_LATENT, len(video), VIDEO_FRAMES_PER_LATENT)]]
+    about = (
+        f'rows 1 to 3: what a patch of frame {QUERY_FRAME} looks at; below: what each frame reads of "circle"'
+    )
+    drawing.save_rows_movie(movie, video, rows, overwrite)
+    at_frames = {name: values[LOOK_FRAMES] for name, values in rows.items()}
+    by_word = {f'"{word}"': words[word][LOOK_FRAMES] for word in WORDS}
+    return {
+        "where_heads_look": drawing.map_rows(
+            at_frames,
+            LOOK_FRAMES,
+            pictures,
+            title="Three heads and a word follow the circle",
+            subtitle=about,
+            queries=queries,
+        ),
+        "where_words_lie": drawing.map_rows(
+            by_word,
+            LOOK_FRAMES,
+            pictures,
+            title="Where the video reads each word",
+            subtitle=f'"{CAPTION}"; mean over layers, heads and passes; wan-mini',
+        ),
+    }
+
+
+def covered_by_red(video: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """Return the share of each token that is red, float [F, rows, columns], of a video [n, h, w, 3] uint8."""
+    is_red = video[..., 0].astype(int) - video[..., 2] > 60
+    last = is_red[[0, *range(VIDEO_FRAMES_PER_LATENT, len(video), VIDEO_FRAMES_PER_LATENT)]]
+    return reduce(last.astype(float), "f (r h) (c w) -> f r c", "mean", r=grid[0], c=grid[1])
+
+
+def enlarged(video: np.ndarray) -> np.ndarray:
+    """Return a video [n, h, w, 3] uint8 at twice as many pixels a side."""
+    images = [Image.fromarray(pixels) for pixels in video]
+    size = (2 * images[0].width, 2 * images[0].height)
+    return np.stack([np.asarray(image.resize(size, Image.Resampling.LANCZOS)) for image in images])
 
 
 def videos() -> Figure:

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers import video_pipelines
 from helpers.checkpoints import small_wan_pipeline
 from helpers.refusals import refused
 
-from experiments import capture, load, words
+from experiments import capture, figures, load, words
 from experiments.analysis import prompt_words
 from experiments.caches import mp4
 from experiments.caches.files import CacheError, RunError
@@ -107,6 +108,22 @@ def test_maps_are_drawn_and_laid_over_the_video(run, tmp_path):
     assert mp4.count_frames(path) == len(run.video)
     with pytest.raises(CacheError, match="mp4"):
         maps.save(tmp_path / "maps.gif")
+
+
+def test_each_row_of_maps_has_its_own_scale_and_the_query_is_left_out_of_it(tmp_path):
+    maps = np.random.default_rng(0).random((3, 4, 4))
+    pictures = np.full((3, 64, 64, 3), 90, np.uint8)
+    rows = {"a": maps, "b": 10 * maps, "c": maps.copy()}
+    rows["c"][2] = 100  # the frame of the query
+    figure = figures.map_rows(rows, [0, 1, 2], pictures, title="", queries={"c": (2, 1, 1)})
+    drawn = [axis.images[0].get_array() for axis in figure.axes[:9]]
+    alone = figures.map_rows({"c": maps[:2]}, [0, 1], pictures, title="")
+    assert all(np.array_equal(drawn[n], drawn[3 + n]) for n in range(3))
+    assert np.array_equal(drawn[6], alone.axes[0].images[0].get_array())
+    assert len(figure.axes[8].patches) == 1 and not figure.axes[7].patches
+    video = np.full((9, 64, 64, 3), 90, np.uint8)
+    path = figures.save_rows_movie(tmp_path / "rows.mp4", video, rows)
+    assert mp4.count_frames(path) == 9
 
 
 def test_what_was_not_captured_has_no_map(run):
