@@ -53,7 +53,7 @@ def together(
 ) -> list[Any]:
     """What function(group) returns in each of count processes. Raises what the first of them raised.
 
-    They are forks of this one; on_gpus: new ones, with a GPU each.
+    They are forks of this one; on_gpus: new ones, with a GPU each, or all on one where there are fewer.
     """
     if not on_gpus:
         require_forks()
@@ -70,13 +70,16 @@ def _be_given(task: tuple) -> None:
 def _member(rank: int) -> bytes:
     """In a process of its own, where nobody has done a task before all have begun one."""
     function, store, count, timeout, on_gpus = globals()["TASK"]
+    backend = "gloo"
     if on_gpus:
-        torch.cuda.set_device(rank)
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        backend = "cpu:gloo,cuda:nccl"
+        if gpus < count:  # NCCL takes one process for each GPU
+            backend = "cpu:gloo,cuda:gloo"
     torch.set_num_threads(1)
     options = {"rank": rank, "world_size": count, "timeout": timeout}
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=dist.FileStore(store, count), **options
-    )
+    dist.init_process_group(backend, store=dist.FileStore(store, count), **options)
     found = function(dist.group.WORLD)
     dist.barrier()
     return pickle.dumps(found)  # by value: a tensor that is shared needs the process that made it

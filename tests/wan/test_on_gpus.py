@@ -10,7 +10,10 @@ import torch
 from conftest import ROOT
 from helpers import policies
 from helpers.parallel_rollouts import HEADS, LAYERS, REQUESTS, SIZES, roll_out, small_model, together
+from helpers.video_transformers import wan
 from test_attention import on_hopper
+from test_context_parallel import REQUESTS as ULYSSES_REQUESTS
+from test_context_parallel import assert_same_calls, captured, shared
 from test_cuda_graphs import WIDE
 from test_parallel import policy_of, stripped
 
@@ -210,6 +213,37 @@ def test_several_gpus_compute_what_one_does(count):
     assert all(recorded)  # whole passes, where the GPUs have each other's memory
     for other in others:
         assert all(torch.equal(latents, mine) for (latents, _), (mine, _) in zip(other, first, strict=True))
+
+
+@torch.backends.cudnn.flags(allow_tf32=False)
+def of_ulysses(group):
+    """What comes out of a transformer of diffusers without a capture and with it, and its calls, by dtype."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model, given = wan(num_attention_heads=4, attention_head_dim=64, num_layers=2)
+        given = {name: x.to("cuda", dtype) if name != "timestep" else x.cuda() for name, x in given.items()}
+        shared(model.to("cuda", dtype), group)
+        plain, out, calls = captured(model, given, *ULYSSES_REQUESTS)
+        found[dtype] = plain.cpu(), out.cpu(), calls
+    return found
+
+
+def test_ulysses_captures_what_one_gpu_does():
+    """On two GPUs, or in two processes on one."""
+    alone = of_ulysses(None)
+    first, second = together(2, of_ulysses, 120, on_gpus=True)
+    for dtype, (plain, out, calls) in first.items():
+        _, one, like = alone[dtype]
+        error = ATOL
+        if dtype == torch.bfloat16:  # products of other numbers of rows are rounded otherwise
+            exact = alone[torch.float32][1]
+            error = 2 * (one.float() - exact).abs().max().item() + ATOL
+        for other in (plain, one, second[dtype][1]):
+            torch.testing.assert_close(out, other, atol=error, rtol=0)
+        assert not second[dtype][2]
+        print(f"{dtype}: {(out != plain).sum()} of {out.numel()} elements differ where calls are captured")
+        assert_same_calls(calls, like, atol=max(error, ATOL))
 
 
 @pytest.mark.parametrize("count", [2, 4])
