@@ -1,9 +1,14 @@
 """Attention of Wan2.1 videos: load a model, capture while it generates, look at what came of it.
 
-    from experiments import at, capture, compare, intervene, x0_lens
+    from experiments import Knockout, capture, compare, intervene, load
 
-session.py loads and generates, captured.py looks at what happens inside. They are imported when a name of
-theirs is asked for: other users of this package need no model.
+    session = load("wan_mini")
+    with capture(session, layers=[1, 5]) as captured:
+        run = session.generate("a red circle moving right over a dark blue background", seed=42)
+    print(captured.atlas())
+
+dir(experiments) lists the public names. Each is imported from its home when it is first asked for: other
+users of this package need no model.
 """
 
 import importlib
@@ -18,11 +23,12 @@ if TYPE_CHECKING:
     from experiments.runs import Run
     from experiments.session import Session, load
     from wan.identity import named
-    from wan.interventions import Source, Steer, at
+    from wan.interventions import Ablate, Band, Bias, Jitter, Knockout, Move, Patch, Source, Steer, at
 
-__all__ = ["Atlas", "Captured", "Run", "Session", "Steer", "at", "capture", "compare", "intervene", "load"]
-__all__ += ["ActivationStore", "SiteGradients", "gradients", "x0_lens"]
-__all__ += ["Scores", "Source", "attribute", "named"]
+__all__ = ["Atlas", "Captured", "Run", "Session", "capture", "compare", "load", "x0_lens"]
+__all__ += ["Ablate", "Band", "Bias", "Jitter", "Knockout", "Move", "Patch", "Source", "Steer"]
+__all__ += ["at", "intervene", "named"]
+__all__ += ["ActivationStore", "Scores", "SiteGradients", "attribute", "gradients"]
 HOMES = {
     "experiments.caches.activations": ("ActivationStore",),
     "experiments.runs": ("Run",),
@@ -30,7 +36,10 @@ HOMES = {
     "experiments.captured": ("Atlas", "Captured", "capture", "compare", "intervene", "x0_lens"),
     "experiments.attribution": ("Scores", "SiteGradients", "attribute", "gradients"),
     "wan.identity": ("named",),
-    "wan.interventions": ("Source", "Steer", "at"),
+    "wan.interventions": (
+        *("Ablate", "Band", "Bias", "Jitter", "Knockout", "Move", "Patch", "Steer"),
+        *("Source", "at"),
+    ),
 }
 
 
@@ -52,3 +61,8 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for completion in a notebook."""
+    return sorted(__all__)

@@ -26,6 +26,7 @@ from helpers.refusals import refused
 from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
 
+import experiments
 from experiments import Atlas, at, capture, compare, intervene, load, run_extraction_all, x0_lens
 from experiments.caches import load_cache
 from experiments.caches.activations import Activations
@@ -117,18 +118,31 @@ def test_the_pages_blocks_run_and_show_what_they_say(page, elsewhere, monkeypatc
         assert Path("ablated.mp4").stat().st_size > 1000
 
 
+def test_the_public_names_are_listed_and_there():
+    """dir() has them for completion; each comes from the module that HOMES names, documented."""
+    assert dir(experiments) == sorted(experiments.__all__)
+    assert sorted(name for names in experiments.HOMES.values() for name in names) == dir(experiments)
+    for name in dir(experiments):
+        assert getattr(experiments, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'Knockot'"):
+        _ = experiments.Knockot
+
+
 @pytest.mark.beside
 @patch.dict(POLICIES)  # a block of recipes.md adds one
 def test_the_examples_of_the_reference_run(elsewhere):
     """Those in docstrings of the public objects, which show what they say, and those that the site adds."""
-    pytest.importorskip("mkdocs", reason='pip install -e ".[docs]"')
-    site = runpy.run_path(str(ROOT / "docs/site/hooks.py"))
+    site = runpy.run_path(str(ROOT / "docs/site/reference.py"))
     names: dict = {"train": torch.sum, "DataLoader": DataLoader}
     exec(BLOCK.findall((ROOT / "docs/recipes.md").read_text())[0], names)
     public = {}
-    for line in "\n".join(objects for _, objects in site["REFERENCE"].values()).splitlines():
-        module, _, name = line.split(":")[0].strip().rpartition(".")
-        public[name] = getattr(import_module(module), name)
+    for page in site["PAGES"]:
+        for path in site["objects_of"](page):
+            module, _, name = path.rpartition(".")
+            public[name] = getattr(import_module(module), name)
+    assert {*experiments.__all__} <= {*public}
+    lacking = [name for name, shown in public.items() if ">>>" not in (shown.__doc__ or "")]
+    assert [name for name in lacking if name not in site["EXAMPLES"]] == []  # each has an example
     names |= public
     with capture(names["session"]) as names["captured"]:
         names["edited"] = names["session"].generate([names["prompt"], names["other"]], seeds=[1, 2])[0]
