@@ -34,7 +34,7 @@ from experiments.caches.activations import (
     texts_by_name,
 )
 from experiments.caches.mp4 import write_mp4
-from experiments.caches.view import Profiles, open_profiles
+from experiments.caches.view import Profiles, conditions_of, open_profiles
 from experiments.extraction import cache_builders
 from experiments.extraction.video import decode
 from experiments.lens import PipelineLens
@@ -49,7 +49,7 @@ from wan.config import RunConfig
 from wan.identity import identity_of
 from wan.interventions import Edits, reusable
 from wan.interventions import intervene as edited
-from wan.model import sinusoidal_embedding
+from wan.model import WanModel, sinusoidal_embedding
 from wan.pipeline import flow_to_x0
 from wan.vae import VAE
 
@@ -69,16 +69,22 @@ UNITS = {
 }
 
 
+QUANTITY_OF = {"frame_logits": "mean_logit", "frame_mass": "mass"}  # of views, by the tensor of an atlas
+
+
 # --- Capture
 def as_session(x: Any) -> Any:
     """Return a session as it is, and that of a pipeline or a transformer. ConfigError for anything else."""
     if isinstance(x, AnySession):
         return x
+    if isinstance(x, WanModel):
+        raise errors.ConfigError(f"{type(x).__name__} is the model of a session: give the session itself")
     if pipeline_session.is_pipeline(x):
         return pipeline_session.session_of(x)
-    raise errors.ConfigError(
-        f"a {type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model"
-    )
+    problem = f"a {type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model"
+    if isinstance(x, str | Path):
+        problem = f"{errors.short_repr(x)} is a name: open it first, session = load({errors.short_repr(x)})"
+    raise errors.ConfigError(problem)
 
 
 def resolved_steps(session: Any, steps: Sequence[int] | None) -> list[int] | None:
@@ -125,6 +131,9 @@ def capture(
     not known (wan.diffusers_capture.watching). Raises ConfigError for a selection that the model
     lacks or that does not fit in memory, CacheError for a folder of another capture.
     """
+    if sites and isinstance(sites[0], list | tuple) and any(isinstance(name, str) for name in sites[0]):
+        names = ", ".join(errors.short_repr(name) for name in sites[0])
+        raise errors.ConfigError(f"sites are arguments of their own: capture(session, {names})")
     if sites and not isinstance(sites[0], str):  # capture(session, [1, 5]): the layers of an atlas
         chosen["layers"], sites = sites[0], sites[1:]
     for name in {"layers", "blocks", "steps", "frames", "heads"} & {*chosen}:
@@ -468,8 +477,20 @@ class Captured:
 
     def __getitem__(self, site: str) -> Activations:
         tables = self.tables
+        if self.watcher is None:
+            raise errors.ConfigError(
+                f"captured[{errors.short_repr(site)}]: attention was captured, which captured.atlas() has; "
+                "for a site name it, capture(session, 'resid_post')"
+            )
         errors.require_known(site, tables, "{} was not captured")
         return tables[site]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tables)
+
+    def keys(self) -> list[str]:
+        """Return the sites that were captured; there is none where attention was."""
+        return list(self.tables)
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the activations of the last run, which load_cache reads: a .safetensors."""
@@ -492,11 +513,16 @@ class Captured:
             raise errors.ConfigError(
                 f"atlas: {errors.short_repr(run)} has no attention: make it inside capture(session)"
             )
-        cache = (
-            cache_builders.bidirectional_atlas(run, branch, **chosen)
-            if run.bidirectional
-            else cache_builders.atlas_cache(run)
-        )
+        if run.bidirectional:
+            cache = cache_builders.bidirectional_atlas(run, branch, **chosen)
+        elif chosen or branch not in (None, "cond"):
+            names = ", ".join(chosen or ["branch"])
+            raise errors.ConfigError(
+                f"atlas takes no {names} of a causal run: it has all layers, blocks and passes; "
+                "atlas.layer(5, step=0) is one layer in one pass"
+            )
+        else:
+            cache = cache_builders.atlas_cache(run)
         layers = self.requests[0].layers if self.requests else None
         return Atlas(cache if layers is None else store.layers_of(cache, list(layers)))
 
@@ -509,15 +535,20 @@ class Captured:
         return self.runs[-1]
 
     def __repr__(self) -> str:
-        calls = len(self.runs[-1].records) if self.runs else 0
-        kept = ", ".join(self.watcher.sites) if self.watcher else f"{calls} captured calls in the last"
-        text = f"Captured: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
-        names = sorted({name for run in self.runs for name in run.common.get("uncompiled", ())})
-        if names:
-            text += f"; {' and '.join(names)} ran uncompiled"
-        if self.runs and "rank" in self.runs[-1].common:
-            text += "; rank 0 has what was captured"
-        return text
+        count = f"{len(self.runs)} runs"
+        if len(self.runs) == 1:
+            count = "1 run"
+        what = "attention"
+        if self.watcher is not None:
+            what = ", ".join(self.watcher.sites)
+        elif self.asked_words is not None:
+            what = f"words {', '.join(self.asked_words.words)}"
+        lines = [f"Captured: {count}, {what}"]
+        for run in self.runs[-1:]:
+            lines.append(f"  the last: {run!r}")
+            if "rank" in run.common:
+                lines.append("  rank 0 has what was captured")
+        return "\n".join(lines)
 
 
 class Recording:
@@ -605,6 +636,9 @@ class AtlasLayer(dict[str, Any]):
     >>> Atlas.open("cache/atlas.pt").layer(20).save("cache/layer20.pt")
     """
 
+    def __repr__(self) -> str:
+        return f"AtlasLayer: {open_profiles(self)!r}"
+
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the cache that extract_all_attention.ipynb opens. CacheError where it cannot be written."""
         caches.save_cache(path, self, overwrite)
@@ -625,6 +659,12 @@ class Atlas(dict[str, Any]):
         super().__init__(cache)
         self.cache = formats.AtlasCache.from_dict(cache)
 
+    def __missing__(self, name: Any) -> Any:
+        problem = "an atlas has no {}"
+        if not isinstance(name, str):
+            problem = "atlas[{}]: a layer is atlas.layer(5), and atlas[...] takes the name of a quantity"
+        errors.require_known(name, self.units, problem, files.CacheError)
+
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise files.CacheError(
             "an atlas is what a run measured, and is read-only: change a copy, Atlas({**atlas, name: values})"
@@ -641,6 +681,11 @@ class Atlas(dict[str, Any]):
         return cls(caches.load_cache(path, expect=("atlas",)))
 
     @property
+    def layers(self) -> list[int]:
+        """The numbers of its layers, in the order of the first axis."""
+        return list(self["layers"])
+
+    @property
     def units(self) -> dict[str, str]:
         """Return what each quantity is, by its name."""
         return {name: unit for name, unit in UNITS.items() if name in self}
@@ -653,8 +698,11 @@ class Atlas(dict[str, Any]):
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 
     def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:
-        """Return one pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
-        return open_profiles(self, step, quantity)
+        """Return one pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it.
+
+        quantity may also be called as the atlas calls its tensor: frame_logits or frame_mass.
+        """
+        return open_profiles(self, step, QUANTITY_OF.get(quantity or "", quantity))
 
     def layer(self, layer: int, step: int | None = None) -> AtlasLayer:
         """Return a layer in one pass (None: the first). CacheError for one that is absent."""
@@ -712,7 +760,8 @@ class Atlas(dict[str, Any]):
         return Path(path)
 
     def __repr__(self) -> str:
-        lines = [f"Atlas: {self.view().source}"]
+        lines = [f"Atlas: {self.view().source}", f"  {conditions_of(self, [self.get('branch')])}"]
+        lines.append(f"  layers: {', '.join(map(str, self.layers))}")
         for name, names in self.axes.items():
             shape = ", ".join(f"{axis} {n}" for axis, n in zip(names, self[name].shape, strict=True))
             lines.append(f"  {name} [{shape}]: {UNITS[name]}")

@@ -48,12 +48,23 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     elif isdir(_below_home(path)):
         given.setdefault("ckpt_dir", str(_below_home(path)))
         path = HOME / config_for(given["ckpt_dir"], HOME)
-    elif isfile(HOME / "configs" / f"{path}.yaml"):
+    elif str(path) in model_names():
         path = HOME / "configs" / f"{path}.yaml"
     else:
-        hint = errors.did_you_mean(source, [p.stem for p in (HOME / "configs").glob("*.yaml")])
+        hint = errors.did_you_mean(path.name, model_names())
+        if "/" in str(source) and path.name not in model_names():
+            hint = (
+                "; bash experiments/download_weights.sh gets some weights, and a pipeline of diffusers is "
+                "opened first: load(WanPipeline.from_pretrained(...))"
+            )
         raise errors.ConfigError(f"{source} is no config, its path, or a directory of weights{hint}")
     return with_paths(load_config(path, given), lambda name: str(_below_home(Path(name))))
+
+
+def model_names() -> list[str]:
+    """Return the names of the project's configs that have a model; configs/ holds other settings too."""
+    paths = sorted((HOME / "configs").glob("*.yaml"))
+    return [path.stem for path in paths if "\nmodel:" in f"\n{path.read_text(encoding='utf-8')}"]
 
 
 def with_paths(config: RunConfig, find: Callable[[str], str]) -> RunConfig:

@@ -22,6 +22,7 @@ from torch import Tensor
 from experiments.caches import files, frames
 from experiments.caches.formats import PassTag
 from experiments.caches.mp4 import write_mp4
+from experiments.caches.view import conditions_of
 from experiments.extraction.video import decode, load_vae, require_free, save_video
 from experiments.provenance import model_title
 from wan.blocks import block_frames
@@ -223,15 +224,17 @@ class Run:
             return Video(path.read_bytes(), embed=True, mimetype="video/mp4")
 
     def __repr__(self) -> str:
-        about, calls = f"{self.config.prompt!r}, seed {self.config.seed}", len(self.records)
-        edits = ""
-        if self.edits:
-            counts = self.common["interventions"].get("calls", ())
-            edits = f", edited by {self.edits} ({' + '.join(map(str, counts))} calls)"
-        uncompiled = ""
-        if "uncompiled" in self.common:
-            uncompiled = f", {' and '.join(self.common['uncompiled'])} uncompiled"
-        return f"Run: {about}, latents {list(self.latents.shape)}, {calls} captured calls{edits}{uncompiled}"
+        about = f"{self.config.model}, {self.config.prompt!r}, seed {self.config.seed}"
+        calls = f"{len(self.records)} captured calls"
+        return f"Run: {about}, latents {list(self.latents.shape)}, {calls}; {self.conditions}"
+
+    @property
+    def conditions(self) -> str:
+        """Edits, cache policy and captured branches of guidance, in words."""
+        branches = set()
+        if self.bidirectional:  # causal rollouts have one alone
+            branches = {call["branch"] for call in self.records}
+        return conditions_of(self.common, branches)
 
     # --- What was captured
     @property

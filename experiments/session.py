@@ -29,6 +29,7 @@ from experiments import runs as rollouts
 from experiments.analysis import prompt_words
 from experiments.caches import formats
 from experiments.caches.files import RunError
+from experiments.caches.view import conditions_of
 from experiments.configs import find_config, policy_settings
 from experiments.extraction import video
 from experiments.prompts import PromptStates, encode_prompts, needs_encoder, with_given_prompt
@@ -703,9 +704,15 @@ class Session(AnySession):
         c, m = self.config, self.model_config
         weights = Path(c.checkpoint_path).name if c.checkpoint_path else "base weights"
         where = f"on {self.device}" if self.pipeline else "read by the first video"
+        names = ("cache_policy", "local_attn_size", "sink_size")
+        about: dict[str, Any] = {"config": {name: getattr(c, name) for name in names}}
+        edits = interventions.config_edits(c)
+        if edits:
+            about["interventions"] = record_of(edits)
         return (
             f"Session: {c.model} ({weights}, {where}), {m.num_layers} layers of {m.num_heads} heads, "
-            f"{c.num_frames} latent frames in {len(c.block_sizes)} blocks"
+            f"{c.num_frames} latent frames in {len(c.block_sizes)} blocks; "
+            f"{conditions_of(about | {'block_sizes': c.block_sizes})}"
         )
 
 

@@ -48,6 +48,13 @@ class CapturedCall(Mapping[str, Any]):
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # a call equals itself alone
 
+    def __repr__(self) -> str:
+        place = f"{self.site.kind}-attention of layer {self.site.layer}"
+        if self.at is not None:
+            place += f", block {self.at.block}, step {self.at.step}"
+        shapes = [f"{name} {list(value.shape)}" for name, value in self.values.items()]
+        return f"CapturedCall: {place}; {', '.join(shapes)}"
+
     def of_item(self, item: int) -> "CapturedCall":
         """Return the call of one item of a batch."""
         if self.item is not None:

@@ -166,7 +166,9 @@ def as_numbers(name: str, value: Any) -> list[int] | None:
     except (RuntimeError, TypeError):
         numbers = []
     if not numbers or len(numbers) < len(items):
-        raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
+        raise ConfigError(
+            f"{name} must be a number or several, such as [0, 5] or range(3), not {short_repr(value)}"
+        )
     if isinstance(value, Set):
         return sorted(numbers)
     twice = [number for n, number in enumerate(numbers) if number in numbers[:n]]

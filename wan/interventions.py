@@ -129,17 +129,30 @@ SourceOrFile = Annotated[Source | str, BeforeValidator(as_source)]
 # --- What every edit has: which calls it selects, and how it is written down
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Edit(ABC):
-    """A change at sites or of whole attention calls; None selects all.
+    """A change at sites or of whole attention calls, in the denoising passes; None selects all.
 
-    passes has no default: denoise, clean or all.
-    steps are denoising steps and narrow passes "denoise" and "all"; the clean pass is named by passes alone.
+    A subclass is an edit of your own: give it apply().
+
+    Args:
+        layers: layers, one number or several.
+        heads: heads, of edits at sites with heads and of whole calls.
+        blocks: blocks of frames that are denoised together.
+        steps: denoising steps; they narrow passes "denoise" and "all". The clean pass is no step.
+        passes: "denoise", "clean" (the pass that fills the KV cache) or "all".
+        branch: "cond" or "uncond" of classifier-free guidance.
+
+    Raises:
+        ConfigError: for fields that contradict each other, and for an index that the rollout lacks.
+
+    Examples:
+        >>> Knockout(frames="first", layers=[5], heads=[10], blocks=[1])
     """
 
     layers: Indices | None = None
     heads: Indices | None = None
     blocks: Indices | None = None
     steps: Indices | None = None
-    passes: Passes
+    passes: Passes = "denoise"
     branch: Literal["cond", "uncond"] | None = None  # of classifier-free guidance
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -284,7 +297,9 @@ class Edit(ABC):
         values = {}
         for setting in fields(self):
             value = getattr(self, setting.name)
-            if setting.default is not MISSING and value == setting.default:
+            is_default = setting.default is not MISSING and value == setting.default
+            # An edit says that it is of denoising passes: caches told it before there was a default
+            if is_default and (setting.name, value) != ("passes", "denoise"):
                 continue
             if isinstance(value, tuple):
                 value = list(value)

@@ -417,6 +417,9 @@ def asks_for(chosen: Any, layer: int | None, at: Pass) -> bool:
 
 def check_site(name: Any) -> str:
     """Return the name of a site. ConfigError for others, with the nearest."""
+    short = str(name).rpartition(".")[2].removeprefix("hook_")
+    if name not in SITES and short in SITES:  # blocks.5.attn.hook_z, as TransformerLens names it
+        raise errors.ConfigError(f"{errors.short_repr(name)} is no site; did you mean {short}, layers=[5]?")
     errors.require_known(name, SITES, "{} is no site")
     return str(name)
 

@@ -11,9 +11,10 @@ from helpers.refusals import refused
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments import Atlas, at, capture, gradients, intervene, load, run_extraction_maps
+from experiments import Atlas, Knockout, at, capture, gradients, intervene, load, run_extraction_maps
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
+from experiments.configs import find_config
 from experiments.running import cli
 from wan.errors import ConfigError
 from wan.policies import POLICIES, WindowedPolicy
@@ -95,6 +96,83 @@ def test_a_hook_that_only_reads_is_not_warned_of(pipe):
 
 def zero(x):
     x.zero_()
+
+
+def test_what_is_printed_says_edits_policy_and_branch(tiny):
+    """print() of a session, a capture, a run and an atlas, each in a few lines."""
+    session = load(tiny.path, num_frames=6)
+    with capture(session, layers=[1]) as plain:
+        session.generate(PROMPTS[0], seed=1)
+    for thing in (session, plain, plain.runs[0]):
+        assert "the whole KV cache" in repr(thing) and "no edit" in repr(thing)
+    windowed = load(tiny.path, num_frames=6, cache_policy="window,window=4,sink=1")
+    knockout = Knockout(frames="past", layers=[1], heads=[0])
+    with capture(windowed) as captured, intervene(knockout):
+        windowed.generate(PROMPTS[0], seed=1)
+    policy, edit = "cache policy window,window=4,sink=1", f"edited by {knockout}"
+    assert policy in repr(windowed) and policy in repr(load(tiny.path, local_attn_size=4, sink_size=1))
+    for thing in (captured, captured.runs[0], captured.atlas()):
+        assert policy in repr(thing) and edit in repr(thing) and "branch" not in repr(thing)
+    assert repr(plain).startswith("Captured: 1 run, attention\n") and "layers: 1\n" in repr(plain.atlas())
+    assert repr(captured.calls[0]) == (
+        "CapturedCall: self-attention of layer 0, block 0, step 0; frame_logits [1, 2, 3, 3], frame_mass "
+        "[1, 2, 3, 3]"
+    )
+    for thing in (captured.atlas().layer(1), captured.atlas().view()):
+        assert len(repr(thing)) < 400 and "layer" in repr(thing)
+
+
+def test_what_users_of_other_tools_type_first(pipe):
+    """Each is answered, or told in one line how it is called here."""
+    with capture(pipe, layers=[1]) as seen:
+        pipe.generate(PROMPTS[0], seed=1)
+    atlas = seen.atlas()
+    assert atlas.layers == [1] and list(seen) == seen.keys() == []
+    assert isinstance(atlas.plot(1, quantity="frame_mass"), Figure)
+    assert atlas.view(quantity="frame_logits").quantity == "mean_logit"
+    with capture(pipe, "z", "resid_post", layers=range(1)) as sites:
+        pipe.generate(PROMPTS[0], seed=1)
+    assert sites.keys() == ["resid_post", "z"] or sites.keys() == ["z", "resid_post"]
+    assert "z" in sites and "k" not in sites
+    wrong = {
+        r"atlas\[1\]: a layer is atlas.layer\(5\), .*known ones: frame_logits, frame_mass": lambda: atlas[1],
+        "an atlas has no 'pattern'; known ones: frame_logits, frame_mass": lambda: atlas["pattern"],
+    }
+    for message, call in wrong.items():
+        with refused(message, CacheError):
+            call()
+    wrong = {
+        r"captured\['frame_mass'\]: attention was captured, which": lambda: seen["frame_mass"],
+        "takes no layer of a causal run": lambda: seen.atlas(layer=1),
+        "takes no branch of a causal run": lambda: seen.atlas(branch="uncond"),
+        "'wan_mini' is a name: open it first": lambda: capture("wan_mini").__enter__(),
+        "CausalWanModel is the model of a session": lambda: capture(pipe.model).__enter__(),
+        r"sites are arguments of their own: capture\(session, 'z', 'q'\)": (
+            lambda: capture(pipe, ["z", "q"]).__enter__()
+        ),
+        "'blocks.5.attn.hook_z' is no site; did you mean z, layers": (
+            lambda: capture(pipe, "blocks.5.attn.hook_z").__enter__()
+        ),
+        r"such as \[0, 5\] or range\(3\), not slice": lambda: capture(pipe, layers=slice(2)).__enter__(),
+        "layer -1 is not in 0..1": lambda: capture(pipe, layers=-1).__enter__(),
+        "gpt2 is no config, its path, or a directory of weights; known ones: causal_forcing": (
+            lambda: load("gpt2")
+        ),
+        "a pipeline of diffusers is opened first": lambda: load("Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+    }
+    for message, call in wrong.items():
+        with refused(message):
+            call()
+
+
+def test_load_lists_models_alone():
+    """configs/ holds other settings too, such as those of kinds of heads."""
+    with refused("taxonomy is no config, its path, or a directory of weights") as caught:
+        load("taxonomy")
+    names = str(caught.value).partition("known ones: ")[2].split(", ")
+    assert {"wan_mini", "self_forcing_dmd"} < {*names} and "taxonomy" not in names
+    for name in names:
+        assert find_config(name, {}).model
 
 
 def test_one_head_and_means_of_atlases_are_drawn(pipe):

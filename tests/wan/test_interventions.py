@@ -55,6 +55,28 @@ def test_edits_survive_python_and_json_and_are_told_apart():
         assert interventions.at("z", **chosen).passes == passes  # the clean pass has no step
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (Knockout, {"frames": "past"}),
+        (interventions.Bias, {"b": 1.0, "tokens": [3]}),
+        (Ablate, {"how": "zero"}),
+        (Patch, {"what": "z", "source": {"seed": 1}}),
+        (Move, {"frames": "first", "offset": 1}),
+        (interventions.Band, {"bands": [0], "scale": 0.0}),
+        (interventions.Steer, {"site": "z", "direction": [1.0]}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_edit_is_of_denoising_passes_and_says_so(kind, fields):
+    """Without passes it equals, and is recorded as, the one that names them."""
+    edit, named = kind(**fields), kind(**fields, passes="denoise")
+    assert edit == named and edit.to_dict() == named.to_dict() and edit.to_dict()["passes"] == "denoise"
+    assert "passes='denoise'" in repr(edit)
+    values = {key: value for key, value in edit.to_dict().items() if key != "passes"}
+    assert interventions.edit_from_dict(values) == named
+
+
 A_SOURCE = {"seed": 1}
 REFUSED = {  # what is named -> the fields as a YAML has them
     "passes 'both' should be 'denoise', 'clean'": {
