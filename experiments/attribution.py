@@ -56,18 +56,34 @@ def gradients(
     steps: Any = None,
     layout: Any = None,
 ) -> Iterator["SiteGradients"]:
-    """Record videos generated in this context with autograd, for gradients at sites (wan.sites.SITES).
+    """Record videos generated in this context with autograd, for gradients at sites.
 
-    layers, blocks and steps select by one number or several, all by default; step -1 is the last denoising
-    step. to is the device of the gradients, None to leave them. through selects the x0 to differentiate: that
-    of each chosen "pass", of a whole "block" (its steps depend on each other), or of the "rollout" from the
-    first chosen block on, through the KV cache. Keys and values of earlier blocks are constants, except for
-    "rollout". Pass metric(x0) here to free each graph at once, or later to backward(). recompute stores less
-    of each layer and costs about one more forward. The video is unchanged: same bits on a CPU; on a GPU
-    recorded passes run without fused kernels and CUDA graphs. Raises ConfigError for layers, blocks or steps
-    that do not exist, for what cannot be differentiated, and for too little memory.
+    The video is unchanged: same bits on a CPU; on a GPU recorded passes run without fused kernels and CUDA
+    graphs. Keys and values of earlier blocks are constants, except for through="rollout". Of a pipeline x0 is
+    that of each forward's own output, by branch, within that step's forward.
 
-    Of a pipeline x0 is that of each forward's own output, by branch, within that step's forward.
+    Args:
+        session: a session, a pipeline of diffusers, or its transformer.
+        *sites: names of sites (wan.sites.SITES), such as "z".
+        through: which x0 is differentiated: that of each chosen "pass", of a whole "block" (its steps
+            depend on each other), or of the "rollout" from the first chosen block on, through the KV cache.
+        metric: a function of x0 that returns a number. Given here it frees each graph at once; it may also be
+            given to backward() later.
+        recompute: store less of each layer, at about the cost of one more forward.
+        to: the device of the gradients; None leaves them.
+        layers: one number or several; None: all.
+        blocks: likewise.
+        steps: likewise; -1 is the last denoising step.
+        layout: where frames lie in a transformer that is not known (wan.diffusers_capture.watching).
+
+    Raises:
+        ConfigError: for layers, blocks or steps that do not exist, for what cannot be differentiated, and for
+            too little memory.
+
+    Examples:
+        >>> with gradients(session, "z", layers=[5], blocks=[1], steps=-1) as grads:
+        ...     run = session.generate("a red circle moving right", seed=42)
+        ...     grads.backward(lambda x0: x0.square().mean())
     """
     session = captured.as_session(session)
     chosen = numbers_of(session, layers, blocks, steps)
@@ -154,21 +170,25 @@ def recorder_graphs(config: Any, recorder: Gradients) -> int:
 class SiteGradients(Mapping[str, Activations]):
     """Gradients by site of the last run in the context.
 
-    >>> with gradients(session, "z", layers=[5], blocks=[1], steps=[3]) as grads:
-    ...     session.generate("a red circle moving right", seed=42)
-    ...     grads.backward(lambda x0: x0[:, :, :, 2:6, 2:6].mean())
-    >>> grads["z"].stack().shape  # [layers, blocks, steps, B, L, H, D]
-    [1, 1, 1, 1, 48, 12, 16]
+    Examples:
+        >>> with gradients(session, "z", layers=[5], blocks=[1], steps=[3]) as grads:
+        ...     run = session.generate("a red circle moving right", seed=42)
+        ...     grads.backward(lambda x0: x0[:, :, :, 2:6, 2:6].mean())
+        >>> grads["z"].stack().shape  # [layers, blocks, steps, B, L, H, D]
+        [1, 1, 1, 1, 48, 12, 16]
     """
 
     def __init__(self, session: Session, recorder: Gradients):
         self.session, self.recorder = session, recorder
 
     def backward(self, metric: Metric, retain_graph: bool = False) -> None:
-        """Compute the gradient of metric(x0), or metric(x0, seen), for each recorded graph.
+        """Compute the gradient of a metric for each recorded graph.
 
-        x0 is [B, n, C, h, w] of the pass or the block's last one, [B, F, C, h, w] of a rollout. seen has the
-        activations by site, in the order of calls: seen["z"][0]. Graphs are freed unless retain_graph.
+        Args:
+            metric: a function of x0, or of x0 and `seen`. x0 is [B, n, C, h, w] of the pass or the block's
+                last one, [B, F, C, h, w] of a rollout; `seen["z"]` lists the activations of a site in the
+                order of calls.
+            retain_graph: keep the graphs for another metric.
         """
         self.recorder.backward(metric, retain_graph)
 
@@ -228,11 +248,26 @@ def attribute(
 
     A score is (source - own activation) times gradient, summed per layer, or per head at sites with heads.
     The cost is one rollout of each run, with the same noise unless the source has its own seed, and a
-    backward pass per chosen pass; earlier blocks are constants. metric(x0) returns a number; by default it is
-    the progress of x0 towards the source's, 0 to 1. integrated averages gradients over that many points
-    between the inputs of both runs. Raises ConfigError for what cannot be differentiated or patched.
+    backward pass per chosen pass; earlier blocks are constants.
 
-    call are further arguments of a pipeline; its seed, where it is given, is that of a generator.
+    Args:
+        session: a session of a causal model, or a pipeline of diffusers.
+        prompt: of the run; None is the session's.
+        seed: of its noise, of a pipeline that of a generator; None is the session's.
+        source: the run to patch from: another prompt, seed or weights.
+        metric: a function of x0 that returns a number; None: the progress of x0 towards the source's, 0 to 1.
+        sites: names of sites.
+        layers: one number or several; None: all.
+        blocks: likewise.
+        steps: likewise; -1 is the last denoising step.
+        integrated: average gradients over that many points between the inputs of both runs.
+        **call: further arguments of a pipeline.
+
+    Raises:
+        ConfigError: for what cannot be differentiated or patched.
+
+    Examples:
+        >>> scores = attribute(session, prompt, source=Source(prompt=other), sites=["z"], blocks=[1])
     """
     session = captured.as_session(session)
     chosen = numbers_of(session, layers, blocks, steps)
@@ -389,11 +424,12 @@ def scores_cache(
 class Scores(dict[str, Tensor]):
     """Attribution scores by site, [layers, passes, heads or 1] in units of the metric.
 
-    >>> scores = attribute(session, prompt, seed=1, source=Source(prompt=other), blocks=[1], steps=[3])
-    >>> scores["z"].shape
-    [8, 1, 12]
-    >>> print(scores.table())
-    >>> scores.save("cache/attribution.pt")
+    Examples:
+        >>> scores = attribute(session, prompt, seed=1, source=Source(prompt=other), blocks=[1], steps=[3])
+        >>> scores["z"].shape
+        [8, 1, 12]
+        >>> print(scores.table())
+        >>> scores.save("cache/attribution.pt")
     """
 
     def __init__(self, cache: Mapping[str, Any]):

@@ -34,7 +34,8 @@ from experiments.caches.activations import (
     texts_by_name,
 )
 from experiments.caches.mp4 import write_mp4
-from experiments.caches.view import Profiles, conditions_of, open_profiles
+from experiments.caches.titles import conditions_of
+from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import cache_builders
 from experiments.extraction.video import decode
 from experiments.lens import PipelineLens
@@ -118,18 +119,38 @@ def capture(
     each: bool = False,
     **chosen: Any,
 ) -> Iterator["Captured"]:
-    """Capture activations of a session's videos, or of a diffusers pipeline's, at sites (wan.sites.SITES).
+    """Capture what happens inside the videos of a session, or of a pipeline of diffusers.
 
-    chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (one number or several, all by
-    default; step -1 is the last denoising step), dtype, to (a device, None to leave values where they are),
-    and reduce(x, where) or reduce(x), which returns the value to keep. stream_to is a folder for any number
-    of runs (experiments/caches/activations.py): memory holds one block at a time, and runs that the folder
-    has are not repeated. Without a site, attention is captured by the fields of attention_requests. Each
-    video of a batch is captured and reduced on its own. words are of the prompt: captured.words() has their
-    mass on the video, over some layers and steps, each=True of every head. layout says where frames lie in
-    a transformer that is
-    not known (wan.diffusers_capture.watching). Raises ConfigError for a selection that the model
-    lacks or that does not fit in memory, CacheError for a folder of another capture.
+    With sites it keeps activations, without one attention by frame, and with words the mass of a prompt's
+    words. Each video of a batch is captured and reduced on its own. Capturing does not change the video.
+
+    Args:
+        session: what load() returned, a pipeline of diffusers, or its transformer.
+        *sites: names of sites (wan.sites.SITES), such as "resid_post" or "z". A list of numbers in their
+            place is layers.
+        stream_to: a folder for activations of any number of runs: memory holds one block at a time, and runs
+            that the folder has are not repeated.
+        layout: where frames lie in a transformer that is not known (wan.diffusers_capture.watching).
+        words: of the prompt: captured.words() has their mass on the video, over some layers and steps.
+        each: keep the maps of words of every head.
+        **chosen: layers, blocks, steps, frames and heads, one number or several, all by default; step -1 is
+            the last denoising step. Of sites also dtype, to (a device, None to leave values where they
+            are), and reduce(x, where) or reduce(x), which returns the value to keep. Of attention also
+            granularity ("frame", "key", "token"), mass, key_curve, cross, rope_bands, query_key_means and
+            queries, a mask on the video [F, H, W].
+
+    Yields:
+        A Captured; its runs are there when the call has returned, of a pipeline when the context has ended.
+
+    Raises:
+        ConfigError: for a selection that the model lacks or that does not fit in memory.
+        CacheError: for a folder of another capture.
+
+    Examples:
+        >>> with capture(session, layers=[1, 5]) as captured:
+        ...     run = session.generate("a red circle moving right", seed=42)
+        >>> captured.atlas()["frame_mass"].shape  # [layers, passes, heads, frames, frames]
+        [2, 5, 12, 6, 6]
     """
     if sites and isinstance(sites[0], list | tuple) and any(isinstance(name, str) for name in sites[0]):
         names = ", ".join(errors.short_repr(name) for name in sites[0])
@@ -176,10 +197,26 @@ def capture(
 
 @reusable
 def intervene(*edits: Any, data: Any = None, layout: Any = None) -> Iterator[Edits]:
-    """Apply edits while the context lasts, like wan.interventions.intervene.
+    """Apply edits while the context lasts.
 
-    To edit a diffusers pipeline or its transformer, pass it first: intervene(pipe, Knockout(frames=0, ...)).
-    Its frames are named by number; for layout see wan.diffusers_capture.watching.
+    Args:
+        *edits: edits, or at(...) and a function behind it; nested contexts apply outermost first. A session
+            or a pipeline of diffusers may come first: only its models are edited then.
+        data: by edit, what it takes of an unedited run; a session makes it itself.
+        layout: where frames lie in a transformer that is not known (wan.diffusers_capture.watching).
+
+    Yields:
+        The edits, with `changed`, the number of calls that each has changed. An edit that changed none is
+        warned of, except for a function that was called and returned None.
+
+    Raises:
+        ConfigError: for what is no edit.
+
+    Examples:
+        >>> with intervene(Knockout(frames="past", layers=[3], heads=[6], passes="all")) as active:
+        ...     edited = session.generate("a red circle moving right", seed=42)
+        >>> active.changed
+        [5]
     """
     if not edits or not (isinstance(edits[0], AnySession) or pipeline_session.is_pipeline(edits[0])):
         with edited(*edits, data=data) as active:
@@ -346,14 +383,16 @@ def is_seen(session: Session) -> bool:
 class Captured:
     """The runs generated in a capture's context, and calls, sites and atlas of the last one.
 
-    >>> with capture(session, "resid_post", layers=[5], steps=[0]) as seen:
-    ...     session.generate("a red circle moving right", seed=42)
-    >>> seen["resid_post"].stack().shape  # [layers, blocks, steps, B, L, dim]
-    [1, 2, 1, 1, 48, 192]
-    >>> with capture(session, layers=[5]) as seen:  # without a site: attention
-    ...     session.generate("a red circle moving right", seed=42)
-    >>> seen.atlas()["frame_mass"].shape  # [layers, passes, heads, frames, frames]
-    [1, 5, 12, 6, 6]
+    Attributes:
+        runs: every run of the context, in order.
+
+    Examples:
+        >>> with capture(session, "resid_post", layers=[5], steps=[0]) as seen:
+        ...     run = session.generate("a red circle moving right", seed=42)
+        >>> seen["resid_post"].stack().shape  # [layers, blocks, steps, B, L, dim]
+        [1, 2, 1, 1, 48, 192]
+        >>> seen.keys()
+        ["resid_post"]
     """
 
     def __init__(
@@ -408,9 +447,15 @@ class Captured:
         return [self.asked_words.request(numbers_of(self.asked_words.words))]
 
     def words(self, run: Run | None = None, direction: str = "video_to_text") -> "words_of_prompts.WordMaps":
-        """Return the maps of the words that were asked for (None: of the last run).
+        """Return the maps of the words that were asked for.
 
-        direction "text_to_video" is what a word's own tokens see, which joint attention alone has.
+        Args:
+            run: one of the context's; None: the last.
+            direction: "video_to_text", the mass that the video's queries give to a word; "text_to_video",
+                what a word's own tokens see, which joint attention alone has.
+
+        Raises:
+            ConfigError: where no words were asked for.
         """
         if self.asked_words is None:
             raise errors.ConfigError('no words were asked for: capture(session, words=["circle"])')
@@ -501,10 +546,16 @@ class Captured:
         return save_activations(path, self.tables, about, overwrite)
 
     def atlas(self, run: Run | None = None, branch: str | None = None, **chosen: Any) -> "Atlas":
-        """Return a run's attention (None: the last one's), as experiments/run_extraction_all.py writes it.
+        """Return a run's attention, as experiments/run_extraction_all.py writes it.
 
-        branch, cond or uncond, is of a pipeline with guidance; None: cond. chosen are a block, an evaluation
-        or a model where a pipeline has several that one atlas cannot hold.
+        Args:
+            run: one of the context's; None: the last.
+            branch: "cond" or "uncond", of a pipeline with guidance; None: cond.
+            **chosen: a block, an evaluation or a model, where a pipeline has several that one atlas cannot
+                hold.
+
+        Raises:
+            ConfigError: for a run without attention, and for a choice that it does not have.
         """
         run = run or self._last()
         if isinstance(run, Run):
@@ -648,11 +699,16 @@ class AtlasLayer(dict[str, Any]):
 class Atlas(dict[str, Any]):
     """Attention of one rollout at frame level, by quantity.
 
-    >>> atlas = Atlas.open("cache/atlas.pt")
-    >>> atlas.axes["frame_logits"]
-    ("layers", "passes", "heads", "frames", "frames")
-    >>> atlas["frame_logits"][5, 0, 3]  # of layer 5, pass 0, head 3: [21, 21]
-    >>> atlas.plot(layer=5)
+    A mapping of the cache's fields: tensors such as atlas["frame_logits"], and prompt, seed, layers and so
+    on. print(atlas) says what it is of and which tensors it has; `axes` and `units` name them.
+
+    Examples:
+        >>> atlas = Atlas.open("cache/atlas.pt")
+        >>> atlas.axes["frame_logits"]
+        ("layers", "passes", "heads", "frames", "frames")
+        >>> atlas["frame_logits"][5, 0, 3].shape  # of layer 5, pass 0, head 3
+        [6, 6]
+        >>> atlas.plot(layer=5)
     """
 
     def __init__(self, cache: Mapping[str, Any]):
@@ -715,10 +771,19 @@ class Atlas(dict[str, Any]):
         quantity: str | None = None,
         head: int | Literal["mean"] | None = None,
     ) -> "Figure":
-        """Draw the profile of every head of a layer over the key frames, seen by the last block's queries.
+        """Draw what heads see in each key frame.
 
-        Of one head, or of head="mean" over all: its matrix, query by key frames; without a layer those of all
-        layers, of the mean where no head is given. CacheError for a layer or head that is not there.
+        With a layer alone: the profile of every head, seen by the last block's queries. With a head too, its
+        matrix, query by key frames. Without a layer: matrices of all layers.
+
+        Args:
+            layer: the number of a layer; None: all.
+            step: the pass; None: the first.
+            quantity: mean_logit, mass or mean_prob; None: the first that the atlas has.
+            head: the number of a head, or "mean" over all.
+
+        Raises:
+            CacheError: for a layer, head, pass or quantity that is not there.
         """
         view, draw = self.view(step, quantity), drawing()
         if layer is None or head is not None:
@@ -771,9 +836,15 @@ class Atlas(dict[str, Any]):
 class MeanAtlas:
     """Means over atlases by quantity, their deviations (n - 1) and 95 % intervals over runs (Student's t).
 
-    >>> mean = Atlas.mean([captured.atlas(run) for run in captured.runs])
-    >>> mean["frame_mass"], mean.std("frame_mass"), mean.interval("frame_mass")
-    >>> mean.plot(layer=5)  # means and deviations, and each run
+    Args:
+        atlases: of one model, two or more, such as those of several seeds.
+
+    Examples:
+        >>> with capture(session) as captured:
+        ...     runs = session.generate("a red circle moving right", seeds=[1, 2])
+        >>> mean = Atlas.mean([captured.atlas(run) for run in runs])
+        >>> mean["frame_mass"], mean.std("frame_mass"), mean.interval("frame_mass")
+        >>> mean.plot(layer=5)  # means and deviations, and each run
     """
 
     def __init__(self, atlases: Iterable[Atlas]):
@@ -876,7 +947,18 @@ def policy_atlas(source: str | Path, settings: Mapping[str, Any], num_frames: in
 
 # --- Videos side by side
 def compare(run_a: Run, run_b: Run) -> "Comparison":
-    """Compare two runs of the same length: videos side by side, and their difference."""
+    """Compare two runs of the same length: videos side by side, and their difference.
+
+    Args:
+        run_a: a run, as session.generate() returns it.
+        run_b: another run, with latents of the same shape.
+
+    Raises:
+        ConfigError: for anything else, and for runs of different sizes.
+
+    Examples:
+        >>> compare(run, edited).save("outputs/edited.mp4", overwrite=True)
+    """
     return Comparison(run_a, run_b)
 
 
@@ -941,8 +1023,24 @@ def x0_lens(
     """Decode x0 from the residual stream after each layer, with the model's own norm, modulation and head.
 
     This is the logit lens (nostalgebraist 2020) for this model. The head was trained on the last layer only:
-    a layer whose x0 looks empty may still hold information that later layers use. call are further arguments
-    of a pipeline, of whose conditional branch it is.
+    a layer whose x0 looks empty may still hold information that later layers use.
+
+    Args:
+        session: a session of a causal model, or a pipeline of diffusers.
+        prompt: of the video; None is the session's.
+        seed: of the noise; None is the session's.
+        layers: one number or several; None: all.
+        blocks: likewise, of causal models.
+        **call: further arguments of a pipeline, of whose conditional branch the lens is.
+
+    Raises:
+        ConfigError: for a layer or block that is not there, and for samplers that do not denoise block by
+            block.
+
+    Examples:
+        >>> lens = x0_lens(session, "a red circle moving right", seed=42, layers=[0, 7], blocks=[0])
+        >>> lens.distance.shape  # to the final x0, [layers, blocks, steps]
+        [2, 1, 4]
     """
     session = as_session(session)
     chosen, rows = errors.as_numbers("layers", layers), errors.as_numbers("blocks", blocks)

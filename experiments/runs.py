@@ -22,7 +22,7 @@ from torch import Tensor
 from experiments.caches import files, frames
 from experiments.caches.formats import PassTag
 from experiments.caches.mp4 import write_mp4
-from experiments.caches.view import conditions_of
+from experiments.caches.titles import conditions_of
 from experiments.extraction.video import decode, load_vae, require_free, save_video
 from experiments.provenance import model_title
 from wan.blocks import block_frames
@@ -139,10 +139,22 @@ class AnySession:
 class Run:
     """One rollout, finished or stopped: what was generated and captured, and the fields that caches share.
 
-    >>> run = load("wan_mini", num_frames=6).generate("a red circle moving right", seed=42)
-    >>> run.latents.shape, run.video.shape
-    ([1, 6, 16, 8, 8], [21, 64, 64, 3])
-    >>> run.save("circle.mp4")
+    Attributes:
+        config: the settings of the rollout.
+        latents: [1, F, C, h, w]; fewer frames where the run was stopped.
+        records: the captured calls of attention, in the order of the rollout.
+        activations: what was captured at sites, by site.
+        pass_timesteps: of a block's passes, the clean pass last.
+        prompt_tokens: the text of each token of the prompt, without padding.
+        common: the fields that all caches of the run share: prompt, seed, fingerprint, edits and so on.
+        stopped: where, of a run that was stopped: "3 of 7 blocks".
+        bidirectional: True where all frames are made at once, with branches of guidance.
+
+    Examples:
+        >>> run = load("wan_mini", num_frames=6).generate("a red circle moving right", seed=42)
+        >>> run.latents.shape, run.video.shape
+        ([1, 6, 16, 8, 8], [21, 64, 64, 3])
+        >>> run.save("circle.mp4")
     """
 
     config: RunConfig

@@ -29,7 +29,7 @@ from experiments import runs as rollouts
 from experiments.analysis import prompt_words
 from experiments.caches import formats
 from experiments.caches.files import RunError
-from experiments.caches.view import conditions_of
+from experiments.caches.titles import conditions_of
 from experiments.configs import find_config, policy_settings
 from experiments.extraction import video
 from experiments.prompts import PromptStates, encode_prompts, needs_encoder, with_given_prompt
@@ -77,17 +77,29 @@ def load(
     preview: str | Path | None = None,
     **settings: Any,
 ) -> Any:
-    """Return a session that generates videos, from a config's name, its path, or a directory of weights.
+    """Return a session that generates videos, of a model's name, its files, or somebody's pipeline.
 
-    source may also be a pipeline of diffusers, or a transformer alone, whose PipelineSession takes settings
-    when it generates.
+    The first video reads the weights.
 
-    settings are fields of RunConfig, such as num_frames, device (auto, cpu, cuda, cuda:N), dtype, or offload,
-    which streams weights from the host; and size, a video's height x width in pixels ("480x832").
-    cache_policy is a policy (also of your own class), a dict of settings, a file, a name in configs/policies,
-    or a name with fields, such as "window,window=9,sink=3". preview is a file of TAEHV's small decoder for
-    run.show(); run.video and run.save() still use the VAE. The first video reads the weights. Raises
-    ConfigError for missing files and settings that do not fit together.
+    Args:
+        source: a name in configs/, a YAML file, a directory of weights, a RunConfig, or a pipeline of
+            diffusers (or its transformer alone), which takes its settings when it generates.
+        cache_policy: what the KV cache keeps: a name in configs/policies, a name with fields
+            ("window,window=9,sink=3"), a file, a dict of settings, or a CachePolicy, also of your own class.
+        preview: a file of TAEHV's small decoder for run.show(); run.video and run.save() still use the VAE.
+        **settings: fields of RunConfig, such as prompt, seed, num_frames, device ("auto", "cpu", "cuda",
+            "cuda:1"), dtype, or offload, which streams weights from the host; and size, the height x width of
+            the video in pixels ("480x832").
+
+    Returns:
+        A Session; of a pipeline its PipelineSession.
+
+    Raises:
+        ConfigError: for a missing file, an unknown setting, and settings that do not fit together.
+
+    Examples:
+        >>> session = load("wan_mini", num_frames=6)
+        >>> windowed = load("wan_mini", num_frames=6, cache_policy="window,window=9,sink=3")
     """
     if not isinstance(source, str | Path | RunConfig):
         of_pipelines = import_module("experiments.pipeline_session")  # by who has one
@@ -135,13 +147,17 @@ class Batch:
 class Session(AnySession):
     """A model and its settings; it makes any number of videos.
 
-    >>> session = load("wan_mini", num_frames=6)
-    >>> run = session.generate("a red circle moving right over a dark blue background", seed=42)
-    >>> run.save("circle.mp4")
-    >>> hook = session.model.blocks[5].register_forward_hook(lambda block, inputs, x: print(x.shape))
-
     The first video loads the model; so do prepare() and the attribute `model`. A pickled session loads the
     model again in the process that receives it (here).
+
+    Args:
+        config: its settings, as load() makes them.
+
+    Examples:
+        >>> session = load("wan_mini", num_frames=6)
+        >>> run = session.generate("a red circle moving right over a dark blue background", seed=42)
+        >>> run.save("circle.mp4")
+        >>> hook = session.model.blocks[5].register_forward_hook(lambda block, inputs, x: print(x.shape))
     """
 
     def __init__(self, config: RunConfig):
@@ -279,18 +295,33 @@ class Session(AnySession):
         requests: Sequence[capture.CaptureRequest] = (),
         observer: progress.Progress | None = None,
     ) -> Any:
-        """Generate one video; prompt and seed are the config's where not given.
+        """Generate one video, or a batch of several.
 
-        A list of prompts or seeds makes a batch and returns a list of runs: seeds has one per prompt, seed is
-        for all. A video's prompt may be a list itself, of a prompt for each block. product=True combines
-        every prompt with every seed, all seeds of the first prompt first. On a CPU each video has the bits of
-        its single run. On a GPU products of other sizes round differently, and a rollout feeds that back to
-        itself; equal batches have equal bits. config replaces the session's and may differ from it in
-        RolloutSettings only. requests are what scripts capture. observer is told of every block and may stop
-        the rollout, which then returns fewer frames. first_frames are the beginning of the video, whole
-        blocks (or with held_first_frame one frame): latents [G, C, h, w], a file of latents, an mp4 or a
-        picture; num_frames includes them. ConfigError: the model does not fit in memory; RunError: a number
-        cannot be right.
+        On a CPU each video of a batch has the bits of its single run. On a GPU products of other sizes round
+        differently, and a rollout feeds that back to itself; equal batches have equal bits.
+
+        Args:
+            prompt: a text (None: the config's), or a list of texts for a batch. A video's prompt may be a
+                list itself, of a text for each block.
+            seed: of the noise, for all videos; None is the config's.
+            quiet: print no progress.
+            seeds: a seed for each video of a batch.
+            first_frames: the beginning of the video, whole blocks (or with held_first_frame one frame):
+                latents [G, C, h, w], a file of latents, an mp4 or a picture; num_frames includes them.
+            product: combine every prompt with every seed, all seeds of the first prompt first.
+            config: settings in place of the session's; they may differ from them in RolloutSettings only.
+            requests: what scripts capture; capture() around the call asks for more.
+            observer: is told of every block, and may stop the rollout, which then returns fewer frames.
+
+        Returns:
+            A Run, or a list of runs where prompts or seeds are lists.
+
+        Raises:
+            ConfigError: for input that does not fit together, and where the model does not fit in memory.
+            RunError: where a number cannot be right.
+
+        Examples:
+            >>> runs = session.generate(["a red circle", "a blue square"], seeds=[1, 2])
         """
         # 1. A config for each video.
         require_no_run()

@@ -52,10 +52,21 @@ class Named:
 
 
 def named(name: str, function: Any) -> Named:
-    """Return a function, or an object's method apply, under a name that identifies it in files.
+    """Return a function under a name that identifies it in files.
 
-    Raises ConfigError where Python finds no source text, as of a builtin: files keep a hash of it, by which
-    another function of the same name is refused.
+    Args:
+        name: of your choice; give the function another one when you change what it does.
+        function: a function, or an object with a method apply.
+
+    Raises:
+        ConfigError: where Python finds no source text, as of a builtin: files keep a hash of it, by which
+            another function of the same name is refused.
+
+    Examples:
+        >>> import torch
+        >>> unit_length = named("unit length", torch.nn.functional.normalize)
+        >>> with intervene(at("z", layers=[5]), unit_length):
+        ...     edited = session.generate("a red circle moving right", seed=42)
     """
     if not isinstance(name, str) or not name.strip():
         raise errors.ConfigError(f"named: {errors.short_repr(name)} is no name")

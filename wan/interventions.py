@@ -98,7 +98,16 @@ InterventionError = errors.ConfigError  # the name that older code catches
 
 @dataclass(frozen=True, repr=False)
 class Source:
-    """Another run of the same shapes; None takes the edited run's value. weights: a checkpoint, or "base"."""
+    """Another run of the same shapes, from which an edit takes activations; None is the edited run's value.
+
+    Args:
+        prompt: its prompt.
+        seed: of its noise.
+        weights: a checkpoint, or "base".
+
+    Examples:
+        >>> Patch("z", Source(prompt="a blue square moving left"), layers=[5])
+    """
 
     prompt: str | None = None
     seed: int | None = None
@@ -475,14 +484,32 @@ class KeySelection(Edit):
 
 @dataclass(frozen=True, repr=False)
 class Knockout(KeySelection):
-    """Remove keys before the softmax; the weights of the rest are renormalised."""
+    """Remove keys before the softmax; the weights of the rest are renormalised.
+
+    Args:
+        frames: numbers of frames, "first", "sink", "past", "own" or "own:N", of self-attention.
+        tokens: numbers of prompt tokens, of cross-attention.
+
+    Examples:
+        >>> with intervene(Knockout(frames="first", layers=[5], heads=[10])):
+        ...     edited = session.generate("a red circle moving right", seed=42)
+    """
 
     b: ClassVar[float] = -math.inf
 
 
 @dataclass(frozen=True, repr=False)
 class Bias(KeySelection):
-    """Add b to the logits of keys: their weight times e^b before the softmax is renormalised."""
+    """Add b to the logits of keys: their weight times e^b before the softmax is renormalised.
+
+    Args:
+        b: in logits.
+        frames: numbers of frames, "first", "sink", "past", "own" or "own:N", of self-attention.
+        tokens: numbers of prompt tokens, of cross-attention.
+
+    Examples:
+        >>> Bias(-2.0, frames="first", layers=[5], heads=[10])
+    """
 
     b: Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]  # type: ignore[misc]  # of all Knockouts, of each Bias
 
@@ -491,9 +518,16 @@ class Bias(KeySelection):
 class Ablate(Edit):
     """Replace a head's output z [B, Lq, D], before the projection o.
 
-    how: zero; mean over the tokens of the frame and a reference set (same layer, head, place of the frame in
-    its block, and pass); frame_mean: over the tokens of the frame in the same, unedited run; resample: z of
-    the run source. source of mean is a file of means, of resample a Source.
+    Args:
+        how: "zero"; "mean" over the tokens of the frame and a reference set (same layer, head, place of the
+            frame in its block, and pass); "frame_mean" over the tokens of the frame in the same, unedited
+            run; "resample": z of the run source.
+        source: of "mean" a file of means, of "resample" a Source.
+        attention: "self" or "cross".
+        site: another site in place of z.
+
+    Examples:
+        >>> Ablate("zero", layers=[5], heads=[10])
     """
 
     how: Literal["zero", "mean", "frame_mean", "resample"]
@@ -535,7 +569,17 @@ class Ablate(Edit):
 
 @dataclass(frozen=True, repr=False)
 class Patch(Edit):
-    """Take from the run source a site (z of heads, resid_post), q and k (qk), or k and v of frames (kv)."""
+    """Take activations from another run.
+
+    Args:
+        what: a site (z of heads, resid_post), "qk" (queries and keys), or "kv" (keys and values of frames).
+        source: the run to take them from.
+        frames: of "kv"; None is "past".
+        attention: "self" or "cross".
+
+    Examples:
+        >>> Patch("kv", Source(seed=1), frames="past", layers=[5], heads=[10])
+    """
 
     what: str
     source: SourceOfRun
@@ -605,7 +649,16 @@ def other_keys(call: Call, source: Call, slots: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, repr=False)
 class Move(Edit):
-    """Move keys to another temporal RoPE position: by offset frames, or all to position."""
+    """Move keys to another temporal RoPE position.
+
+    Args:
+        frames: numbers of frames, "first", "sink", "past", "own" or "own:N".
+        offset: by how many frames; or
+        position: to which position all of them.
+
+    Examples:
+        >>> Move("sink", position=18, layers=[5], heads=[3])
+    """
 
     frames: Frames
     offset: int | None = None
@@ -649,8 +702,15 @@ class Move(Edit):
 class Jitter(Edit):
     """A RoPE base per head, 10000 (1 + scale e), e uniform in [-1, 1], in the temporal share of q and k.
 
-    Cached keys turn too (LoL, arXiv 2601.16914). e is drawn per layer and head from seed, whichever layers
-    and heads are chosen.
+    Cached keys turn too (LoL, arXiv 2601.16914). e is drawn per layer and head, whichever layers and heads
+    are chosen. Its passes are "all" by default.
+
+    Args:
+        scale: the largest relative change of a base, 0 to 0.99.
+        seed: of e.
+
+    Examples:
+        >>> Jitter(scale=0.8, seed=0)
     """
 
     scale: Annotated[float, Field(ge=0, le=0.99)] = 0.8  # a base stays above 0
@@ -688,10 +748,18 @@ class Jitter(Edit):
 
 @dataclass(frozen=True, repr=False)
 class Band(Edit):
-    """Temporal RoPE bands of a head's logits, turned by phase (radians) and multiplied by scale.
+    """Temporal RoPE bands of a head's logits, turned by a phase and multiplied by a scale.
 
-    Band b adds |q_b| |k_b| cos(ω_b d + φ) / √D to the logits of frames d apart; band 0 is the fastest. The
-    queries' pairs of dims are changed, which is the same for all keys of the call.
+    Band b adds |q_b| |k_b| cos(ω_b d + φ) / √D to the logits of frames d apart. The queries' pairs of dims
+    are changed, which is the same for all keys of the call.
+
+    Args:
+        bands: numbers of bands; 0 is the fastest.
+        phase: φ, in radians.
+        scale: the factor; 0 removes the bands.
+
+    Examples:
+        >>> Band(bands=[0], scale=0.0, layers=[5], heads=[3])
     """
 
     bands: Indices
@@ -713,7 +781,16 @@ class Band(Edit):
 
 @dataclass(frozen=True, repr=False)
 class Steer(Edit):
-    """Add scale times a direction, a vector of the last axis of a site, to every token."""
+    """Add scale times a direction to every token of a site.
+
+    Args:
+        site: the name of a site.
+        direction: a vector of the site's last axis.
+        scale: the factor.
+
+    Examples:
+        >>> Steer("resid_post", [1.0] + 191 * [0.0], scale=2.0, layers=[4])
+    """
 
     site: str
     direction: Direction
@@ -836,11 +913,19 @@ PLACES = ("layers", "blocks", "steps", "passes", "branch")  # by which at() sele
 
 
 def at(*sites: str, **where: Any) -> Custom:
-    """Select sites (wan.sites.SITES) for a user's function, by layers, blocks, steps, passes, branch.
+    """Select sites for a function of your own.
 
-    Use it as intervene(at("resid_post", layers=[5]), fn), or as a decorator that turns fn into an edit.
-    passes are denoise, clean or all: all by default, denoise if steps are given, since the clean pass is no
-    step.
+    Args:
+        *sites: names of sites (wan.sites.SITES).
+        **where: layers, blocks, steps, passes, branch. passes are "all" by default, "denoise" if steps are
+            given, since the clean pass is no step.
+
+    Returns:
+        An edit that lacks its function: put the function behind it in intervene(), or use it as a decorator.
+
+    Examples:
+        >>> with intervene(at("resid_post", layers=[5]), lambda x: 0.5 * x):
+        ...     halved = session.generate("a red circle moving right", seed=42)
     """
     if not sites:
         raise errors.ConfigError('at takes a site or several: at("resid_post", layers=[5])')

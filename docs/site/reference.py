@@ -86,6 +86,27 @@ PAGES = {
 }
 # Examples of objects whose docstrings have none
 EXAMPLES = {
+    "load_cache": 'load_cache("cache/atlas.pt")["frame_mass"].shape',
+    "CachePolicy": 'load("wan_mini", num_frames=6, cache_policy=Window(window=6, sink=1))',
+    "WindowedPolicy": """
+class Earliest(WindowedPolicy):
+    \"\"\"Keep the first frames instead of the newest.\"\"\"
+
+    name = "earliest"
+    keeps_whole_frames = True
+
+    def evict(self, cache, count):
+        cache.drop(len(cache.slots) - count, count)
+
+
+load("wan_mini", num_frames=6, cache_policy=Earliest(window=6, sink=0))
+""",
+    "KVCache": """
+def keep_every_second(cache: KVCache) -> None:
+    cache.keep(range(0, len(cache.slots), 2))
+""",
+    "sample_scenes": "next(iter(sample_scenes(0))).caption",
+    "in_sight": "in_sight(scene_of(prompt), 64)",
     "Comparison": 'compare(run, edited).save("outputs/edited.mp4")',
     "Lens": "x0_lens(session, prompt, layers=[4], blocks=[0]).distance",
     "open_profiles": 'open_profiles(load_cache("cache/atlas.pt"), step=4).values(layer=5)',

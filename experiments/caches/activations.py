@@ -382,10 +382,15 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, list[StoredCall]]
 # --- A run of a store
 @dataclass(eq=False)
 class StoredRun:
-    """A run of a store: its folder, and facts about it, such as prompt, seed, fingerprint and num_frames.
+    """A run of a store: its folder, and facts about it.
 
-    >>> stored = ActivationStore("cache/acts").runs[0]
-    >>> stored.about["prompt"], stored.tables["resid_post"].stack().shape
+    Attributes:
+        path: its folder.
+        about: facts such as prompt, seed, fingerprint and num_frames.
+
+    Examples:
+        >>> stored = ActivationStore("cache/acts").runs[0]
+        >>> stored.about["prompt"], stored.tables["resid_post"].stack().shape
     """
 
     path: Path
@@ -568,16 +573,23 @@ def about_of(request: Mapping[str, Any], facts: Mapping[str, Any], batch: int) -
 class ActivationStore:
     """A folder of activations of any number of runs of one model, for one request.
 
-    >>> store = ActivationStore("cache/acts")
-    >>> [(run.about["prompt"], run.about["seed"]) for run in store.runs]
-    >>> store.runs[0].read("resid_post", layer=5, step=0).stack().shape  # [layer, block, step, B, L, dim]
-    [1, 2, 1, 1, 48, 192]
-    >>> rows = store.rows("resid_post", 5, steps=[0, -1])  # of all runs; rows[0] is [192]
-    >>> for x in DataLoader(rows, batch_size=4096, shuffle=True):
-    ...     loss = train(x)  # [4096, 192]
-
     runs looks at headers; read() and rows() read what is asked for, and compare it with its SHA-256; check()
-    reads all. Raises CacheError for what capture(..., stream_to=FOLDER) did not write.
+    reads all.
+
+    Args:
+        path: the folder that capture(..., stream_to=FOLDER) wrote.
+
+    Raises:
+        CacheError: for any other folder.
+
+    Examples:
+        >>> store = ActivationStore("cache/acts")
+        >>> [(run.about["prompt"], run.about["seed"]) for run in store.runs]
+        >>> store.runs[0].read("resid_post", layer=5, step=0).stack().shape  # [layer, block, step, B, L, dim]
+        [1, 2, 1, 1, 48, 192]
+        >>> rows = store.rows("resid_post", 5, steps=[0, -1])  # of all runs; rows[0] is [192]
+        >>> for x in DataLoader(rows, batch_size=4096, shuffle=True):
+        ...     loss = train(x)  # [4096, 192]
     """
 
     def __init__(self, path: str | Path):

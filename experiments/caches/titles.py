@@ -4,7 +4,7 @@ edit_in_words({"edit": "knockout", "frames": "past", "layers": [3, 4], "passes":
 # "keys of past frames left out, in layers 3–4, in denoising passes"
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 FRAMES = {"first": "the first frame", "sink": "the sink", "past": "past frames", "own": "the own block"}
@@ -115,3 +115,33 @@ def ranges(numbers: Sequence[int]) -> str:
         if first == last:
             texts[-1] = str(first)
     return ", ".join(texts)
+
+
+def conditions_of(cache: Mapping[str, Any], branches: Iterable[str | None] = ()) -> str:
+    """Return edits, cache policy and branches of guidance in a line, of a cache or of a run's fields."""
+    # 1. Edits, with the number of calls that each has changed
+    parts = ["no edit"]
+    interventions = cache.get("interventions")
+    if interventions:
+        calls = " + ".join(str(count) for count in interventions.get("calls", ()))
+        words = f"edited by {interventions.get('words', 'edits that are not recorded')}"
+        parts = [f"{words} ({calls} calls)" if calls else words]
+    # 2. What the KV cache kept, in the words that load(cache_policy=...) takes
+    settings = cache.get("config") or {}
+    policy = settings.get("cache_policy")
+    window = settings.get("local_attn_size", -1)
+    if policy is None and window != -1:
+        policy = {"name": "window", "window": window, "sink": settings.get("sink_size", 0)}
+    if policy is not None:
+        values = [f"{name}={value}" for name, value in policy.items() if name != "name"]
+        parts.append(f"cache policy {','.join([policy['name'], *values])}")
+    elif len(cache.get("block_sizes", ())) > 1:
+        parts.append("the whole KV cache")
+    # 3. Of guidance
+    names = sorted({branch for branch in branches if branch is not None})
+    if names:
+        parts.append(f"branch {' and '.join(names)}")
+    # 4. Of a compiled pipeline that was watched
+    if cache.get("uncompiled"):
+        parts.append(f"{' and '.join(cache['uncompiled'])} ran uncompiled")
+    return "; ".join(parts)

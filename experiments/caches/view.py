@@ -70,33 +70,6 @@ def noise_label(timestep: float | None, levels: Iterable[float | None] = ()) -> 
     return f"own block (noise at t = {timestep:.4g})"
 
 
-def conditions_of(cache: Mapping[str, Any], branches: Iterable[str | None] = ()) -> str:
-    """Return edits, cache policy and branches of guidance in a line, of a cache or of a run's fields."""
-    # 1. Edits, with the number of calls that each has changed
-    parts = ["no edit"]
-    interventions = cache.get("interventions")
-    if interventions:
-        calls = " + ".join(str(count) for count in interventions.get("calls", ()))
-        words = f"edited by {interventions.get('words', 'edits that are not recorded')}"
-        parts = [f"{words} ({calls} calls)" if calls else words]
-    # 2. What the KV cache kept, in the words that load(cache_policy=...) takes
-    settings = cache.get("config") or {}
-    policy = settings.get("cache_policy")
-    window = settings.get("local_attn_size", -1)
-    if policy is None and window != -1:
-        policy = {"name": "window", "window": window, "sink": settings.get("sink_size", 0)}
-    if policy is not None:
-        values = [f"{name}={value}" for name, value in policy.items() if name != "name"]
-        parts.append(f"cache policy {','.join([policy['name'], *values])}")
-    elif len(cache.get("block_sizes", ())) > 1:
-        parts.append("the whole KV cache")
-    # 3. Of guidance
-    names = sorted({branch for branch in branches if branch is not None})
-    if names:
-        parts.append(f"branch {' and '.join(names)}")
-    return "; ".join(parts)
-
-
 def source_of(cache: formats.Cache) -> str:
     """Return model, weights, prompt and seed in a line."""
     weights = ": ".join(filter(None, (cache.weights, cache.weights_file)))

@@ -163,7 +163,7 @@ def test_the_examples_of_the_reference_run(elsewhere):
                 exec(example.source, names)
     for example in site["EXAMPLES"].values():
         exec(example, names)
-    assert shown == 7 and Path("cache/attribution.pt").is_file() and Path("circle.mp4").is_file()
+    assert shown == 11 and Path("cache/attribution.pt").is_file() and Path("circle.mp4").is_file()
 
 
 def test_wrappers_of_the_whole_model_are_one_line_that_says_what_to_do(pipe, monkeypatch):

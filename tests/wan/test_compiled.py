@@ -127,7 +127,7 @@ def test_a_run_says_that_its_transformer_ran_uncompiled(tmp_path):
     other = seen.runs[0]
     assert load(pipe) is session and pipe.transformer is wrapper and not backend.count
     assert other.common["uncompiled"] == ["transformer"] and "uncompiled" not in one.common
-    assert "transformer uncompiled" in repr(other) and "transformer ran uncompiled" in repr(seen)
+    assert "transformer ran uncompiled" in repr(other) and "transformer ran uncompiled" in repr(seen)
     for name in ("fingerprint", "live_weights"):
         assert other.common[name] == one.common[name]
     path = seen.atlas().save(tmp_path / "theirs.pt")
