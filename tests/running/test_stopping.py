@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT, handle_ignored_signals
+from helpers.forked import forked
 from helpers.sleeping import STOPPED
 
 from experiments.caches import load_cache
@@ -106,11 +108,21 @@ def test_children_of_tests_ignore_no_signal_that_the_shell_had_these_ignore():
 
 
 def test_an_import_installs_no_handler():
-    script = "import signal, sys; sys.argv[0] = 'experiments/run_rollout.py'\n"
-    script += "before = [signal.getsignal(n) for n in (2, 15, 1)]\n"
-    script += "import experiments.running.cli, experiments.session, experiments.run_rollout\n"
-    script += "sys.exit(before != [signal.getsignal(n) for n in (2, 15, 1)])"
-    assert started(["-c", script]).wait(60) == 0
+    """In a fork that forgets our modules, and imports them as a script does."""
+
+    def handlers():
+        return [signal.getsignal(number) for number in STOPS]
+
+    def call():
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("wan", "experiments")]:
+            del sys.modules[name]
+        sys.argv[0] = "experiments/run_rollout.py"
+        before = handlers()
+        for name in ("running.cli", "session", "run_rollout"):
+            import_module(f"experiments.{name}")
+        return before == handlers()
+
+    assert forked(call).value is True
 
 
 @pytest.mark.parametrize("by", STOPS)
