@@ -17,37 +17,48 @@ from experiments.figures.html_page import save_page
 from experiments.figures.video_maps import video_of
 
 
-def opened(folder, name, *formats):
-    return load_cache(folder / name, expect=formats)
+# What misses a file: each function opens it in a folder, and says the command that makes it
+def figure4(folder):
+    return load_cache(folder / "attention_cache_figure4.pt", expect=("figure4", "atlas"))
 
 
-def load_path(folder, name, *formats):
-    opened(folder, name, *formats)
-    return folder / name
+def inference(folder):
+    return load_cache(folder / "b.pt", expect=("inference", "figure4"))
 
 
-def page_of(folder):
+def a_layer(folder):
+    return load_cache(folder / "layer5.pt", expect=("layer", "atlas"))
+
+
+def maps_and_their_video(folder):
+    load_cache(folder / "maps.pt", expect=("maps",))
+    return video_of(folder / "maps.pt", None)
+
+
+def effects(folder):
+    return load_cache(folder / "effects.pt", expect=("effects",))
+
+
+def attribution(folder):
+    return load_cache(folder / "attribution.pt", expect=("attribution",))
+
+
+def a_folder_of_layers(folder):
+    return open_layers(folder)
+
+
+def a_folder_of_atlases(folder):
+    return open_sweep(folder, ROOT / "cache/none")
+
+
+def the_atlas_of_a_page(folder):
     return save_page(folder / "page.html", folder / "mine.pt")
 
 
-def video_beside(folder):
+def the_video_of_a_cache(folder):
     if not (folder / "a.pt").exists():
         save_cache(folder / "a.pt", synthetic_caches.figure4())
     return video_of(folder / "a.pt", None)
-
-
-SITUATIONS = {
-    "figure4 is missing": lambda folder: opened(folder, "attention_cache_figure4.pt", "figure4", "atlas"),
-    "inference is missing": lambda folder: opened(folder, "b.pt", "inference", "figure4"),
-    "a layer is missing": lambda folder: opened(folder, "layer5.pt", "layer", "atlas"),
-    "maps are missing": lambda folder: video_of(load_path(folder, "maps.pt", "maps"), None),
-    "effects are missing": lambda folder: opened(folder, "effects.pt", "effects"),
-    "attribution is missing": lambda folder: opened(folder, "attribution.pt", "attribution"),
-    "a folder has no layers": lambda folder: open_layers(folder),
-    "a folder has no atlases": lambda folder: open_sweep(folder, ROOT / "cache/none"),
-    "the page has no atlas": page_of,
-    "a cache has no video": video_beside,
-}
 
 
 def run(command):
@@ -64,13 +75,27 @@ def command_of(message):
 
 
 @pytest.mark.beside
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_the_remedy_of_a_message_works(situation, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "opened",
+    [
+        figure4,
+        inference,
+        a_layer,
+        maps_and_their_video,
+        effects,
+        attribution,
+        a_folder_of_layers,
+        a_folder_of_atlases,
+        the_atlas_of_a_page,
+        the_video_of_a_cache,
+    ],
+)
+def test_the_remedy_of_a_message_makes_what_is_missing(opened, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(CacheError) as problem:
-        SITUATIONS[situation](tmp_path)
+        opened(tmp_path)
     run(command_of(str(problem.value)))
-    assert SITUATIONS[situation](tmp_path)  # nothing is missing any more
+    assert opened(tmp_path)  # nothing is missing any more
 
 
 def test_a_damaged_cache_is_made_again(tmp_path):

@@ -41,20 +41,29 @@ def figure():
     return drawn
 
 
-def activations(path, site="z", overwrite=False):
+def activations(path, overwrite=False, site="z"):
     table = Activations(site, (Place(0, 0, 0, (0,), False, 1000.0),), (torch.zeros(1, 2),))
     return save_activations(path, {site: table}, {"model": "m"}, overwrite)
 
 
-WRITERS = {  # by suffix
-    ".pt": lambda path, **how: save_cache(path, ATLAS(), **how),
-    ".mp4": lambda path, **how: write_mp4(FILM, path, **how),
-    ".svg": lambda path, **how: save_figure(figure(), path, **how),
-    ".pdf": lambda path, **how: save_figure(figure(), path, **how),
-    ".png": lambda path, **how: save_figure(figure(), path, **how),
-    ".html": lambda path, **how: save_page(path, PUBLISHED, layers=[1], **how),
-    ".safetensors": lambda path, **how: activations(path, **how),
-}
+def cache(path, overwrite=False):
+    return save_cache(path, ATLAS(), overwrite=overwrite)
+
+
+def film(path, overwrite=False):
+    return write_mp4(FILM, path, overwrite=overwrite)
+
+
+def drawing(path, overwrite=False):
+    return save_figure(figure(), path, overwrite=overwrite)
+
+
+def page(path, overwrite=False):
+    return save_page(path, PUBLISHED, layers=[1], overwrite=overwrite)
+
+
+WRITERS = {".pt": cache, ".mp4": film, ".svg": drawing, ".pdf": drawing, ".png": drawing, ".html": page}
+WRITERS[".safetensors"] = activations
 
 
 @pytest.mark.parametrize("suffix", WRITERS)

@@ -247,24 +247,44 @@ def captured_block(number, run):
     return block | {"block": number, "fingerprint": run}
 
 
-def test_blocks_of_others_are_refused(tmp_path):
-    mine, zeros = latent_blocks(tmp_path), torch.zeros(3, 16, 8, 8)
-    latent_blocks(tmp_path, "another").write(3, zeros)
-    for write in (
-        lambda path: latent_blocks(tmp_path, "another").write(3, zeros),
-        lambda path: save_file({"latents": zeros}, path),  # without metadata
-        lambda path: save_file({"x": zeros}, path, {"fingerprint": "another"}),
-        lambda path: mine.write(3, zeros[:2]),
-        lambda path: latent_blocks(tmp_path, dtype=torch.bfloat16).write(3, zeros),
-    ):
-        write(mine.path(3))
-        content = mine.path(3).read_bytes()
-        with pytest.raises(CacheError, match=r"choose another --output_path, or move .* away"):
-            mine.finished()
-        assert mine.path(3).read_bytes() == content
-    mine.write(0, zeros)
+ZEROS = torch.zeros(3, 16, 8, 8)
+
+
+def another_run(folder, path):
+    latent_blocks(folder, "another").write(3, ZEROS)
+
+
+def no_metadata(folder, path):
+    save_file({"latents": ZEROS}, path)
+
+
+def another_tensor(folder, path):
+    save_file({"x": ZEROS}, path, {"fingerprint": "another"})
+
+
+def fewer_frames(folder, path):
+    latent_blocks(folder).write(3, ZEROS[:2])
+
+
+def another_dtype(folder, path):
+    latent_blocks(folder, dtype=torch.bfloat16).write(3, ZEROS)
+
+
+@pytest.mark.parametrize("write", [another_run, no_metadata, another_tensor, fewer_frames, another_dtype])
+def test_a_block_of_others_is_refused_and_stays(tmp_path, write):
+    mine = latent_blocks(tmp_path)
+    write(tmp_path, mine.path(3))
+    content = mine.path(3).read_bytes()
+    with pytest.raises(CacheError, match=r"choose another --output_path, or move .* away"):
+        mine.finished()
+    assert mine.path(3).read_bytes() == content
+
+
+def test_a_block_under_the_name_of_another_is_none(tmp_path):
+    mine = latent_blocks(tmp_path)
+    mine.write(0, ZEROS)
     mine.path(0).rename(mine.path(3))
-    assert mine.read(3) is None  # another's number
+    assert mine.read(3) is None
 
 
 def test_attention_of_others_is_refused(tmp_path):
@@ -335,17 +355,20 @@ def test_only_what_a_run_wrote_is_gone_on_with_and_what_cannot_be_is_refused(tmp
     assert count_frames(path) == 9
     with pytest.raises(CacheError, match=r"belongs to another run.* choose another --output_path"):
         run_rollout.run([*flags, tiny.path, "--seed", "3"])
-    pictures = np.zeros((9, 64, 64, 3), np.uint8)
-    for write, message in (
-        (lambda: path.write_bytes(b"not a video at all"), "is no mp4 of this run"),
-        (lambda: write_mp4(pictures, path, overwrite=True), "is no mp4 of this run"),
-        (lambda: write_mp4(pictures, path, tag="another decoder", overwrite=True), "belongs to another run"),
-    ):
-        write()
+
+    def refused(message):
         before = path.read_bytes()
         with pytest.raises(CacheError, match=message):
             run_rollout.run([*flags, tiny.path])
         assert path.read_bytes() == before
+
+    pictures = np.zeros((9, 64, 64, 3), np.uint8)
+    path.write_bytes(b"not a video at all")
+    refused("is no mp4 of this run")
+    write_mp4(pictures, path, overwrite=True)
+    refused("is no mp4 of this run")
+    write_mp4(pictures, path, tag="another decoder", overwrite=True)
+    refused("belongs to another run")
     older = path.with_suffix(".latents.safetensors")
     older.write_bytes(b"of version 1")
     with pytest.raises(CacheError, match=r"is of version 1, and is not continued; choose another"):

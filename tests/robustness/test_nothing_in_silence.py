@@ -121,16 +121,35 @@ def test_step_minus_one_beside_its_own_number_is_refused(session):
         pass
 
 
+def layers_of_a_config(config):
+    RunConfig(layer_indices=[5, 5])
+
+
+def heads_of_a_request(config):
+    CaptureRequest(granularity="map", heads=(5, 5))
+
+
+def heads_of_maps(config):
+    cache_builders.map_requests(config, (4, 4), heads=[1, 1])
+
+
+def steps_of_maps(config):
+    cache_builders.map_requests(config, (4, 4), steps=[1, 1])
+
+
+def the_last_block_by_two_numbers(config):
+    cache_builders.inference_requests(config, blocks=[-1, 1])
+
+
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda config: RunConfig(layer_indices=[5, 5]),
-        lambda config: CaptureRequest(granularity="map", heads=(5, 5)),
-        lambda config: cache_builders.map_requests(config, (4, 4), heads=[1, 1]),
-        lambda config: cache_builders.map_requests(config, (4, 4), steps=[1, 1]),
-        lambda config: cache_builders.inference_requests(config, blocks=[-1, 1]),
+        layers_of_a_config,
+        heads_of_a_request,
+        heads_of_maps,
+        steps_of_maps,
+        the_last_block_by_two_numbers,
     ],
-    ids=["layers of a config", "heads of a request", "heads of maps", "steps of maps", "the last block"],
 )
 def test_numbers_of_scripts_that_come_twice_are_refused(session, ask):
     with refused("twice|once"):
@@ -231,16 +250,23 @@ def test_an_older_block_beside_a_complete_run_is_none_of_it(tmp_path):
     assert values_in(tmp_path) == [[1.0, 2.0]]
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda store: store.rows("z", 0),
-        lambda store: store.runs[0].read("z", layer=0),
-        lambda store: store.runs[0].tables,
-        lambda store: store.check(),
-    ],
-    ids=["rows", "read", "tables", "check"],
-)
+def rows(store):
+    return store.rows("z", 0)
+
+
+def calls_of_a_layer(store):
+    return store.runs[0].read("z", layer=0)
+
+
+def tables(store):
+    return [run.tables for run in store.runs]
+
+
+def check(store):
+    return store.check()
+
+
+@pytest.mark.parametrize("read", [rows, calls_of_a_layer, tables, check])
 def test_every_way_of_reading_notices_a_flipped_bit(tmp_path, read):
     store = ActivationStore(tmp_path)
     run = add_run(store, "a", [1.0, 2.0])
@@ -339,9 +365,11 @@ def test_an_unnamed_function_that_draws_gives_each_run_an_identity(session):
     assert torch.equal(*latents) and names[0] == names[1]
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: noisy, Counts, counting, drawing], ids=["random", "object", "list", "generator"]
-)
+def random():
+    return noisy
+
+
+@pytest.mark.parametrize("make", [random, Counts, counting, drawing])
 @pytest.mark.parametrize("is_reduce", [False, True], ids=["edit", "reduce"])
 def test_videos_of_a_batch_that_take_turns_at_a_function_are_warned_of(session, make, is_reduce):
     function = make()
@@ -356,9 +384,15 @@ def test_videos_of_a_batch_that_take_turns_at_a_function_are_warned_of(session, 
             session.generate(PROMPT, seeds=[1, 2])
 
 
-@pytest.mark.parametrize(
-    "function", [lambda z: z * SCALE, lambda z: z * torch.ones(1)], ids=["reads", "makes"]
-)
+def reads_a_tensor(z):
+    return z * SCALE
+
+
+def makes_a_tensor(z):
+    return z * torch.ones(1)
+
+
+@pytest.mark.parametrize("function", [reads_a_tensor, makes_a_tensor])
 def test_functions_that_keep_nothing_are_not_warned_of(session, function):
     with warnings.catch_warnings(action="error"), intervene(at("z"), function):
         session.generate(PROMPT, seeds=[1, 2])
@@ -498,15 +532,25 @@ def test_a_rollout_outlives_the_reader_of_its_lines(tiny, monkeypatch):
 
 # --- Inputs: each refused in one line before anything is computed, or made right
 LONG = "x" * 300
-NO_LATENTS = {
-    "sparse": lambda x: x.to_sparse(),
-    "on meta": lambda x: x.to("meta"),
-    "nested": lambda x: torch.nested.as_nested_tensor(list(x), layout=torch.jagged),
-    "of integers": lambda x: x.int(),
-}
 
 
-@pytest.mark.parametrize("make", [*NO_LATENTS.values()], ids=[*NO_LATENTS])
+def sparse(x):
+    return x.to_sparse()
+
+
+def on_meta(x):
+    return x.to("meta")
+
+
+def nested(x):
+    return torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
+
+
+def of_integers(x):
+    return x.int()
+
+
+@pytest.mark.parametrize("make", [sparse, on_meta, nested, of_integers])
 def test_first_frames_that_are_no_latents_are_refused(session, make):
     with refused("first_frames holds .*no finite latents of floating point"):
         session.generate(PROMPT, first_frames=make(torch.ones(3, 16, 8, 8)))
@@ -553,19 +597,24 @@ def test_what_is_no_run_or_no_atlas_is_not_compared(session, atlas):
             atlas.compare(wrong)
 
 
-def test_names_that_no_disk_has_are_refused_before_anything_is_computed(session, atlas, tmp_path):
-    run = session.generate(PROMPT, seed=1)
-    for name in (LONG, "a\0b"):
-        for act in (
-            lambda path: capture(session, "z", stream_to=path).__enter__(),
-            lambda path: atlas.save(f"{path}.pt"),
-            lambda path: run.save(f"{path}.mp4"),
-            lambda path: compare(run, run).save(f"{path}.mp4"),
-            lambda path: Atlas.open(f"{path}.pt"),
-            lambda path: ActivationStore(path).runs,
-        ):
-            with refused("cannot be written|not found|has no complete run", CacheError):
-                act(tmp_path / name)
+@pytest.mark.parametrize("name", [LONG, "a\0b"], ids=["too long", "with NUL"])
+def test_a_name_that_no_disk_has_is_refused_before_anything_is_computed(session, atlas, tmp_path, name):
+    run, path = session.generate(PROMPT, seed=1), tmp_path / name
+    with refused("cannot be written", CacheError):
+        capture(session, "z", stream_to=path).__enter__()
+    with refused("cannot be written", CacheError):
+        atlas.save(f"{path}.pt")
+    with refused("cannot be written", CacheError):
+        run.save(f"{path}.mp4")
+    with refused("cannot be written", CacheError):
+        compare(run, run).save(f"{path}.mp4")
+    with refused("not found", CacheError):
+        Atlas.open(f"{path}.pt")
+    with refused("has no complete run", CacheError):
+        _ = ActivationStore(path).runs
+
+
+def test_what_is_no_config_and_no_folder_is_refused():
     with refused("is no config, its path, or a directory of weights"):
         load(LONG)
     for wrong in ("", " ", 5):
@@ -634,9 +683,9 @@ def test_a_block_of_another_run_is_none_of_this_one(tmp_path):
     store = ActivationStore(tmp_path)
     first, second = add_run(store, "a", [1.0]), add_run(store, "b", [2.0])
     shutil.copy(second.block(0), first.block(0))
-    for read in (lambda: store.rows("z", 0), store.check, lambda: [run.tables for run in store.runs]):
+    for read in (rows, check, tables):
         with refused("it is of another run than its folder", CacheError):
-            read()
+            read(store)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "tcp://host", "http://host:1"])
@@ -646,18 +695,38 @@ def test_what_is_no_address_of_a_scheduler_is_refused(address):
         pass
 
 
-NO_LAYOUTS = {
-    "a function that returns None": lambda config, arguments: None,
-    "a function that takes nothing": lambda: (3, 6),
-    "negative numbers": (-3, -6),
-    "negative numbers of a function": lambda config, arguments: (-3, -6),
-    "text of a function": lambda config, arguments: ("3", "6"),
-    "one number": lambda config, arguments: (3,),
-    "an array": np.array([3, 6]),
-}
+def returns_none(config, arguments):
+    return None
 
 
-@pytest.mark.parametrize("layout", [*NO_LAYOUTS.values()], ids=[*NO_LAYOUTS])
+def takes_nothing():
+    return 3, 6
+
+
+def returns_negative_numbers(config, arguments):
+    return -3, -6
+
+
+def returns_text(config, arguments):
+    return "3", "6"
+
+
+def returns_one_number(config, arguments):
+    return (3,)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (-3, -6),
+        np.array([3, 6]),
+        returns_none,
+        takes_nothing,
+        returns_negative_numbers,
+        returns_text,
+        returns_one_number,
+    ],
+)
 def test_what_is_no_layout_of_a_pipeline_is_refused(layout):
     model, inputs = made("cosmos")
     with refused("is no layout"), torch.no_grad(), capture(model, layout=layout):

@@ -199,29 +199,35 @@ def test_arguments_are_read_by_the_signature_of_the_class(pipeline):
     assert torch.equal(calls[0].values["frame_mass"], calls[1].values["frame_mass"])
 
 
-@pytest.mark.parametrize("kind", ["first block", "attention", "faster", "taylor"])
-def test_caches_that_come_and_go_neither_end_nor_double_a_capture(kind):
-    def config(pipe):
-        times = {"current_timestep_callback": lambda: pipe._current_timestep}
-        configs = {
-            "first block": lambda: diffusers.FirstBlockCacheConfig(threshold=0.0),
-            "attention": lambda: diffusers.PyramidAttentionBroadcastConfig(
-                spatial_attention_block_skip_range=2,
-                spatial_attention_timestep_skip_range=(100, 950),
-                spatial_attention_block_identifiers=("blocks",),
-                **times,
-            ),
-            "faster": lambda: diffusers.FasterCacheConfig(
-                spatial_attention_block_skip_range=2,
-                spatial_attention_timestep_skip_range=(-1, 681),
-                tensor_format="BCFHW",
-                is_guidance_distilled=True,
-                **times,
-            ),
-            "taylor": lambda: diffusers.TaylorSeerCacheConfig(cache_interval=2),
-        }
-        return configs[kind]()
+def first_block(pipe):
+    return diffusers.FirstBlockCacheConfig(threshold=0.0)
 
+
+def pyramid_attention(pipe):
+    return diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(100, 950),
+        spatial_attention_block_identifiers=("blocks",),
+        current_timestep_callback=lambda: pipe._current_timestep,
+    )
+
+
+def faster_cache(pipe):
+    return diffusers.FasterCacheConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 681),
+        tensor_format="BCFHW",
+        is_guidance_distilled=True,
+        current_timestep_callback=lambda: pipe._current_timestep,
+    )
+
+
+def taylor_seer(pipe):
+    return diffusers.TaylorSeerCacheConfig(cache_interval=2)
+
+
+@pytest.mark.parametrize("config", [first_block, pyramid_attention, faster_cache, taylor_seer])
+def test_caches_that_come_and_go_neither_end_nor_double_a_capture(config):
     # 1. Enabled all the while: the latents are those that nobody sees.
     pipe = small_wan_pipeline()
     pipe.transformer.enable_cache(config(pipe))

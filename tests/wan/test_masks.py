@@ -40,21 +40,44 @@ def islands(length: int) -> torch.Tensor:
     return mask
 
 
-CASES = {  # tokens before and behind the frames' keys and queries, and a mask
-    "padding": ((0, 6), lambda n: padding(n, n - 2, n - 6)),
-    "padding within frames": ((0, 0), lambda n: padding(n, n - 7, n)),
-    "blocks": ((0, 0), lambda n: blocks(n, 2 * S)),
-    "added blocks": ((0, 0), lambda n: torch.zeros(n, n).masked_fill(~blocks(n, S)[0, 0], -torch.inf)),
-    "both sides": ((0, 6), lambda n: both_sides(n, n - 4, n - 1)),
-    "islands": ((3, 2), islands),
-    "none": ((4, 3), lambda n: None),
-}
+def padding_behind(length):
+    return padding(length, length - 2, length - 6)
 
 
-@pytest.mark.parametrize("name", CASES)
+def padding_within_frames(length):
+    return padding(length, length - 7, length)
+
+
+def two_frames_a_block(length):
+    return blocks(length, 2 * S)
+
+
+def added_numbers(length):
+    return torch.zeros(length, length).masked_fill(~blocks(length, S)[0, 0], -torch.inf)
+
+
+def padding_of_both_sides(length):
+    return both_sides(length, length - 4, length - 1)
+
+
+def no_mask(length):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("make", "around"),  # a mask; tokens before and behind the frames' keys and queries
+    [
+        (padding_behind, (0, 6)),
+        (padding_within_frames, (0, 0)),
+        (two_frames_a_block, (0, 0)),
+        (added_numbers, (0, 0)),
+        (padding_of_both_sides, (0, 6)),
+        (islands, (3, 2)),
+        (no_mask, (4, 3)),
+    ],
+)
 @pytest.mark.parametrize("mass", [True, False])
-def test_values_of_runs_are_those_of_chunks(name, mass):
-    around, make = CASES[name]
+def test_values_of_runs_are_those_of_chunks(make, around, mass):
     length = F * S + sum(around)
     mask = make(length)
     q, k = (drawn(2, length, HEADS, DIM) * scale for scale in (2, 1.5))
