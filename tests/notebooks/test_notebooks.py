@@ -458,11 +458,12 @@ def test_a_pipeline_of_ones_own_is_captured_and_edited(tmp_path):
     assert "Atlas: WanPipeline (pipeline), “a red circle moving" in said
     assert "frames 2, frames 2]" in said and "16 calls were edited; pixels differ by 0.0" in said
     assert (
-        {*drawn} == {"your_profiles.svg", "your_words.svg"}
+        {*drawn} == {"your_profiles.svg", "your_words.svg", "your_word_maps.svg"}
         and "circle" in drawn["your_words.svg"]
         and "(end)" in drawn["your_words.svg"]
     )
     assert not re.search("▁|</s>|&lt;/s", drawn["your_words.svg"])
+    assert "WordMaps: red, background, [2, 4, 4], of 8 layers and 8 passes" in said
 
 
 def test_an_autoencoder_of_a_stores_rows(tmp_path):
