@@ -10,10 +10,12 @@ bit.
 
 import inspect
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +38,29 @@ class Forward:
     family: diffusers_frames.Family
     check: sites.FrameCheck
     text: list[int] = field(default_factory=list)  # by item: tokens behind the frames before the prompt's
-    compared: list["Comparison"] = field(default_factory=list)  # not yet read
+    compared: list["Comparison"] = field(default_factory=list)  # read when it ends
+    projected: list["Projection"] = field(default_factory=list)
 
 
 class Comparison(NamedTuple):
-    """Whether the queries of a call are [in order, in order or changed otherwise], bool on their device."""
+    """Norms of a call's queries beside those that the module's norm returned, [B, rows, H, 4] each."""
+
+    site: sites.Site
+    module: nn.Module
+    normed: Tensor
+    sent: Tensor
+    dtype: torch.dtype  # of the queries
+
+
+class Projection(NamedTuple):
+    """Whether what a module projects is [in order, in order or changed otherwise], bool on its device.
+
+    That it is in order says nothing of what comes after.
+    """
 
     site: sites.Site
     module: nn.Module
     answer: Tensor
-    is_proof: bool  # False: that they are in order says nothing of what comes after
 
 
 @dataclass(eq=False)
@@ -57,7 +72,9 @@ class Caller:
     num_heads: int = 1
     has_image_keys: bool = False
     has_called: bool = False
-    norms: diffusers_frames.Norms | None = None  # of the queries that its norm returned
+    normed_rows: int = 0  # queries that its norm returned; which of them are compared, and their norms
+    sample: tuple[Sequence[int], Tensor | None] = ((), None)
+    norms: Tensor | None = None  # [B, rows, H, 4]
     given: object = None  # hidden states [B, L, C]
 
 
@@ -110,6 +127,13 @@ def note_norms(normed: Any) -> None:
         normed = normed.unflatten(-1, (caller.num_heads, -1))
     elif normed.shape[1] == caller.num_heads != normed.shape[2]:
         normed = normed.transpose(1, 2)
+    caller.normed_rows = normed.shape[1]
+    caller.sample = range(normed.shape[1]), None
+    if PARALLEL.get() is None:
+        caller.sample = diffusers_frames.sampled_rows(normed.shape[1], normed.device)
+        _, index = caller.sample
+        if index is not None:
+            normed = normed[:, index]
     caller.norms = diffusers_frames.norms_of(normed.detach())
 
 
@@ -122,9 +146,11 @@ def note_projected(x: Any) -> None:
     Rows of others, as of text, may have been put behind them. Most processors hand on the same tensor.
     """
     caller, forward = CALLER.get(), FORWARD.get()
-    if caller is None or caller.site is None or caller.given is x or forward is None or not is_looked_at():
+    if caller is None or caller.site is None or forward is None or not is_looked_at():
         return
-    given = caller.given
+    given, caller.given = caller.given, None  # nothing here keeps it alive while attention is computed
+    if given is x:
+        return
     if not isinstance(given, Tensor) or given.device != x.device or given.ndim != 3 or x.ndim != 3:
         return
     if x.shape[0] != given.shape[0] or x.shape[1] < given.shape[1] or x.shape[2] != given.shape[2]:
@@ -135,7 +161,7 @@ def note_projected(x: Any) -> None:
     is_sum_equal = torch.isclose(given.sum(1), sent.sum(1), rtol=1e-2, atol=1e-2).all()
     # Other rows of the same sum are a permutation; anything else is not known.
     answer = torch.stack([is_equal, is_equal | ~is_sum_equal])
-    forward.compared.append(Comparison(caller.site, caller.module, answer, is_proof=False))
+    forward.projected.append(Projection(caller.site, caller.module, answer))
 
 
 # --- What modules return
@@ -182,6 +208,9 @@ def show(forward: Forward, name: str, layer: int, x: Tensor, around: tuple[int, 
 
 
 # --- The attention call itself
+_signature_of = lru_cache(maxsize=8)(inspect.signature)  # of dispatch_attention_fn, for every call
+
+
 def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Replace dispatch_attention_fn, so that captures and edits see the call."""
     caller, forward = CALLER.get(), FORWARD.get()
@@ -191,7 +220,7 @@ def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
     is_reached = IS_EXPERIMENT.get() and (caller.site is None or caller.site.kind == "self")
     if not is_reached and (caller.site is None or not is_looked_at()):
         return original(*args, **kwargs)
-    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound = _signature_of(original).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments, parallel, site = bound.arguments, PARALLEL.get(), caller.site
     if site is not None and caller.has_image_keys:
@@ -366,40 +395,55 @@ def _beside(forward: Forward, around: tuple[int, int]) -> tuple[tuple[str, int],
 def compare_queries(
     forward: Forward, caller: Caller, site: sites.Site, q: Tensor, around: tuple[int, int]
 ) -> None:
-    """Compare the norms of the video's queries in q [B, Lq, H, D] with those that the module's norm returned.
+    """Note the norms of the video's queries in q [B, Lq, H, D] beside those that the module's norm returned.
 
     around are the numbers of others before and behind them: those of a history may have a RoPE that shortens
-    them. On a GPU the answer is read when the forward ends (read_comparisons).
+    them. Both are read when the forward ends (read_comparisons).
     """
     norms = caller.norms
     if norms is None:
         return
-    if site.shard is not None:
+    num_rows, (rows, index) = caller.normed_rows, caller.sample
+    if site.shard is not None:  # all tokens of some heads, where this process has some tokens of all heads
         norms = PARALLEL.get().whole_norms(norms)
-    rows = slice(around[0], q.shape[1] - around[1])
-    normed = tuple(norm[:, rows] for norm in norms)  # text or padding may have been put behind them
-    sent = diffusers_frames.norms_of(q[:, rows].detach())
-    if normed[0].shape != sent[0].shape:
+        num_rows = norms.shape[1]
+        rows = range(num_rows)
+    start, stop = around[0], q.shape[1] - around[1]  # text or padding may have been put behind them
+    if num_rows < stop:
         raise _permuted(site, caller.module)
-    answer = diffusers_frames.compare_norms(normed, sent, q.dtype)
-    forward.compared.append(Comparison(replace(site, shard=None), caller.module, answer, is_proof=True))
-    if not q.is_cuda:
-        read_comparisons(forward)
+    sampled = slice(bisect_left(rows, start), bisect_left(rows, stop))
+    seen = q[:, start:stop]
+    if index is not None:
+        seen = q[:, index[sampled]]
+    normed, sent = norms[:, sampled], diffusers_frames.norms_of(seen.detach())
+    if normed.shape != sent.shape:
+        raise _permuted(site, caller.module)
+    comparison = Comparison(replace(site, shard=None), caller.module, normed, sent, q.dtype)
+    forward.compared.append(comparison)
 
 
 def read_comparisons(forward: Forward) -> None:
     """Note which calls have their queries in order. ConfigError where tokens were permuted."""
-    if not forward.compared:
+    # 1. Calls of one shape are compared at once, and a GPU answers once.
+    alike: dict[tuple[torch.Size, torch.dtype], list[Comparison]] = {}
+    for comparison in forward.compared:
+        alike.setdefault((comparison.sent.shape, comparison.dtype), []).append(comparison)
+    answers = [projection.answer[None] for projection in forward.projected]
+    compared: list[Comparison | Projection] = [*forward.projected]
+    for (_, dtype), calls in alike.items():
+        normed, sent = (torch.stack([getattr(call, name) for call in calls]) for name in ("normed", "sent"))
+        answers.append(diffusers_frames.compare_norms(normed, sent, dtype))
+        compared += calls
+    forward.compared, forward.projected = [], []
+    if not compared:
         return
-    compared, forward.compared = forward.compared, []
-    answers = torch.stack([comparison.answer for comparison in compared]).tolist()
+    # 2. What each of them says. Image tokens may have queries of their own, which another norm made.
     in_order = forward.check.in_order
-    for (site, module, _, is_proof), (is_in_order, is_changed) in zip(compared, answers, strict=True):
-        # Image tokens may have queries of their own, which another norm made.
-        if not is_in_order and not is_changed and site.kind != "cross_image":
-            raise _permuted(site, module)
-        if is_proof or not is_in_order:
-            in_order[site] = is_in_order and in_order.get(site, True)
+    for item, (is_in_order, is_changed) in zip(compared, torch.cat(answers).tolist(), strict=True):
+        if not is_in_order and not is_changed and item.site.kind != "cross_image":
+            raise _permuted(item.site, item.module)
+        if isinstance(item, Comparison) or not is_in_order:
+            in_order[item.site] = is_in_order and in_order.get(item.site, True)
 
 
 def _permuted(site: sites.Site, module: nn.Module) -> ConfigError:

@@ -13,6 +13,7 @@ own, ATTENTION_WEIGHT_CAPTURE.during(Pass(...)) around a forward takes precedenc
 
 import inspect
 import re
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +103,7 @@ class Watched:
     family: diffusers_frames.Family
     layers: list[nn.Module]
     undo: ExitStack
+    attention: list[Any] = field(default_factory=list)  # modules with a processor
     layout: Any = None
     count: int = 1
     is_compiled: bool = False  # and runs uncompiled meanwhile
@@ -203,7 +205,8 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
     callers += [(None, _part(block, family.attn)) for block in early]
     # 2. Everything is undone in reverse order, also where a module is refused half-way.
     with ExitStack() as stack:
-        watched = Watched(transformer, name, pipeline, family, layers, stack, layout)
+        watched = Watched(transformer, name, pipeline, family, layers, undo=stack, layout=layout)
+        watched.attention = [module for _, module in callers if hasattr(module, "processor")]
         watched.places = _places.setdefault(transformer, {})
         if layers:
             of_layers = {part for block in (*layers, *early) for part in block.modules()}
@@ -592,7 +595,7 @@ def _place_of(
     """Return how sure it is where a forward's frames lie: one experiment for each set of shapes."""
     arguments = arguments_of(watched.transformer, args, kwargs)
     shapes = {name: tuple(value.shape) for name, value in arguments.items() if isinstance(value, Tensor)}
-    processors = {type(part.processor) for part in _attention_in(watched.transformer)}
+    processors = {type(module.processor) for module in watched.attention}
     key = forward.video, watched.family, frozenset(shapes.items()), frozenset(processors)
     if key not in watched.places:
         x = arguments["hidden_states"]
@@ -643,7 +646,8 @@ def _first_queries(
             args, kwargs = loaded(model, args, kwargs)
             type(model).forward(model, *args, **kwargs)
     except attention.Reached as reached:
-        return reached
+        traceback.clear_frames(reached.__traceback__)  # they hold what the forward made, as a mask of GiB
+        return reached.with_traceback(None)
     finally:
         attention.IS_EXPERIMENT.set(before)
     raise errors.ConfigError(f"{type(model).__name__} has no self-attention over the video that can be seen")

@@ -136,9 +136,9 @@ class Ulysses:
             is_even=self.is_even,
         )
 
-    def whole_norms(self, norms: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Exchange norms [B, L/P, H] of queries as their calls are."""
-        return self.shard(norms[0].shape[2]).with_all_tokens(torch.stack(norms, -1)).unbind(-1)
+    def whole_norms(self, norms: Tensor) -> Tensor:
+        """Exchange norms [B, L/P, H, 4] of queries as their calls are."""
+        return self.shard(norms.shape[2]).with_all_tokens(norms)
 
     def require_alike(self, requests: Sequence[Any]) -> None:
         """Wait for all processes. ConfigError where they do not capture the same."""
