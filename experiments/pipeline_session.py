@@ -144,6 +144,8 @@ class PipelineSession(AnySession):
         self.ids = self.models_watched = frozenset(map(id, self.models.values()))
         self.config = PipelineConfig(model=pipeline_calls.name_of(pipe))
         self.call: PipelineCall | None = None  # the one that runs, of a session that an edit rolls out by
+        for model in self.models.values():
+            diffusers_capture.prepare(model)
         if pipe not in _loaded:
             _loaded[pipe] = identities.live_weights(self.models)
 

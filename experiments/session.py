@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from threading import RLock, Thread
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import torch
@@ -49,11 +49,10 @@ from experiments.provenance import (
     with_result,
 )
 from experiments.runs import AnySession, Run, require_no_run
-from wan import cache, capture, checkpoint, errors, interventions, sites
+from wan import cache, capture, checkpoint, errors, interventions, kernels, sites
 from wan.blocks import block_ranges
 from wan.config import MODELS, ModelConfig, ModelSettings, RunConfig, latent_sides
 from wan.identity import LiveWeights, live_weights
-from wan.kernels import start_triton
 from wan.model import CausalWanModel, WanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, RolloutInputs, check_numerics, frames_of
@@ -232,8 +231,7 @@ class Session(AnySession):
                         "name a config with its settings by --config_path"
                     )
             weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-            if self.device.type == "cuda":  # the process may end without it
-                Thread(target=start_triton, args=(self.device,), daemon=True).start()
+            kernels.prepare(self.device)
             encodes = needs_encoder(config, prompts, sizes, self.dtype, self.device)
             memory.check_requests(
                 config, sizes, requests, config.base.num_steps if self.bidirectional else None

@@ -146,11 +146,9 @@ def note_projected(x: Any) -> None:
     Rows of others, as of text, may have been put behind them. Most processors hand on the same tensor.
     """
     caller, forward = CALLER.get(), FORWARD.get()
-    if caller is None or caller.site is None or forward is None or not is_looked_at():
+    if caller is None or caller.site is None or caller.given is x or forward is None or not is_looked_at():
         return
-    given, caller.given = caller.given, None  # nothing here keeps it alive while attention is computed
-    if given is x:
-        return
+    given = caller.given
     if not isinstance(given, Tensor) or given.device != x.device or given.ndim != 3 or x.ndim != 3:
         return
     if x.shape[0] != given.shape[0] or x.shape[1] < given.shape[1] or x.shape[2] != given.shape[2]:

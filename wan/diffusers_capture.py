@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan import capture, compiled, diffusers_frames, diffusers_passes, errors
+from wan import capture, compiled, diffusers_frames, diffusers_passes, errors, kernels
 from wan import diffusers_attention as attention
 from wan import diffusers_latents as latents
 from wan.interventions import reusable
@@ -203,6 +203,7 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
     if family.early:
         early = [compiled.plain(block) for block in getattr(transformer, family.early)]
     callers += [(None, _part(block, family.attn)) for block in early]
+    prepare(transformer)
     # 2. Everything is undone in reverse order, also where a module is refused half-way.
     with ExitStack() as stack:
         watched = Watched(transformer, name, pipeline, family, layers, undo=stack, layout=layout)
@@ -256,6 +257,14 @@ def _run_uncompiled(watched: Watched, module: nn.Module) -> None:
             "while it is watched, equal within rounding",
             stacklevel=2,
         )
+
+
+def prepare(transformer: Any) -> None:
+    """Compile the kernels of a transformer's captures in a thread, where it is on a GPU."""
+    weight, config = next(transformer.parameters(), None), getattr(transformer, "config", None)
+    heads = getattr(config, "num_attention_heads", 0), getattr(config, "attention_head_dim", 0)
+    if weight is not None and all(isinstance(number, int) for number in heads):
+        kernels.prepare(weight.device, *heads, dtype=weight.dtype)
 
 
 class Wrapped:

@@ -47,7 +47,7 @@ if __name__ == "__main__":
     values = zip(NAMES, (TARGET, 0, 0), strict=True)  # a driver that launches nothing
     driver.set_active(SimpleNamespace(**{name: lambda *given, value=value: value for name, value in values}))
     JITFunction.__getitem__ = compiled
-    assert fused.nothing.warmup(grid=(1,)).asm["ptx"]  # kernels.start_triton() hides errors
+    assert fused.nothing.warmup(grid=(1,)).asm["ptx"]  # kernels.prepare() hides errors
     q, k = (torch.empty(1, length, 12, 128, dtype=torch.bfloat16) for length in (4680, 9360))
     lse = torch.empty(1, 12, 4680)
     mass_kernel.query_frame_mass(q, k, lse, 6)

@@ -1,5 +1,7 @@
 """Where frames lie in diffusers' attention: verified, told or refused, against a softmax in float64."""
 
+import weakref
+
 import diffusers
 import pytest
 import torch
@@ -9,6 +11,7 @@ from diffusers.models.transformers import transformer_wan
 from helpers import video_pipelines
 from helpers.video_transformers import HEADS, MODELS, F, H, W, made, noise
 
+from wan import diffusers_frames
 from wan.capture import CaptureRequest
 from wan.diffusers_capture import capture_diffusers, watching
 from wan.diffusers_frames import compare_norms, norms_of, of_coordinates
@@ -252,6 +255,34 @@ def test_a_processor_that_permutes_tokens_is_refused(layer, scale):
     with pytest.raises(ConfigError, match="frames"), capture_diffusers(model, granularity="frame") as calls:
         run(model, given)
     assert not calls
+
+
+@pytest.mark.parametrize("rows", [4, 11])
+def test_a_permutation_shows_in_a_sample_of_the_tokens(rows, monkeypatch):
+    model, given = made("wan")
+    monkeypatch.setattr(diffusers_frames, "SAMPLED_ROWS", rows)
+    monkeypatch.setattr(diffusers_frames, "sampled_rows", diffusers_frames.sampled_rows.__wrapped__)
+    with capture_diffusers(model, granularity="frame") as calls:
+        run(model, given)
+    assert {call.frames for call in calls} == {"verified"}
+    model.blocks[1].attn1.processor = Permuting()
+    with pytest.raises(ConfigError, match="frames"), capture_diffusers(model, granularity="frame"):
+        run(model, given)
+
+
+def test_the_experiment_holds_nothing_of_a_forward_that_has_ended():
+    """A forward's mask may take GiB."""
+    model, given = made("wan")
+    refs, alive = [], []
+
+    def note(module, args, out):
+        alive.append(sum(ref() is not None for ref in refs))
+        refs.append(weakref.ref(out[0]))
+
+    model.condition_embedder.register_forward_hook(note)
+    with capture_diffusers(model, granularity="frame"):
+        run(model, given)
+    assert len(alive) > 2 and not any(alive)
 
 
 class Early(transformer_wan.WanAttnProcessor):

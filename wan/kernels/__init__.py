@@ -1,7 +1,9 @@
 """Choose optional fast paths: a module of kernels, or None for the plain path. Start and launch them."""
 
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from importlib import import_module
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -9,10 +11,30 @@ import torch
 from torch import Tensor
 
 
-def start_triton(device: torch.device) -> None:
-    """Import Triton and compute its cache key, in 0.7 s that the first launch saves; for a thread."""
-    with suppress(Exception), torch.cuda.device(device):  # the first launch says what is wrong
+@cache
+def prepare(
+    device: torch.device, num_heads: int = 0, head_dim: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Start Triton in a thread, once, and compile the kernels of mass for a model's heads if they are given.
+
+    The first launch would take 1 to 3 s for it.
+    """
+    if device.type == "cuda":  # the process may end without the thread
+        Thread(target=_start_triton, args=(device, num_heads, head_dim, dtype), daemon=True).start()
+
+
+def _start_triton(device: torch.device, num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    with (
+        suppress(Exception),
+        torch.cuda.device(device),
+        torch.no_grad(),
+    ):  # the first launch says what is wrong
         import_module("wan.kernels.fused").nothing.warmup(grid=(1,))
+        q = torch.zeros(1, 64, num_heads, head_dim, device=device, dtype=dtype)
+        kernels = mass_kernels(q)
+        if q.numel() and kernels is not None:
+            kernels.query_frame_mass(q, q, torch.zeros(1, num_heads, 64, device=device), num_key_frames=1)
+            kernels.segment_lse(q, q, [(0, 64)])
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
