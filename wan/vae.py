@@ -145,21 +145,20 @@ class VAE(nn.Module):
 
         Frames beyond the last whole 1 + 4 n are left out, as diffusers does.
         """
-        # The first frame alone, then groups of four; convolutions carry over what they look back to.
+        # 1. Whole groups of four frames behind the first one, in -1..1: [B, 3, frames, H, W].
         whole = 1 + (video.shape[1] - 1) // 4 * 4
-        x = (video[:, :whole].transpose(1, 2) * 2 - 1).to(self.vae.dtype)  # [B, 3, frames, H, W]
-        features = [None] * self.vae._cached_conv_counts["encoder"]
+        x = (video[:, :whole].transpose(1, 2) * 2 - 1).to(self.vae.dtype)
+        # 2. The first frame alone, then groups; convolutions carry over what they look back to.
         at_once = 4 * max(1, POSITIONS_AT_ONCE // (x.shape[3] * x.shape[4] // 64))
-        z, _ = self.vae.quant_conv(
-            torch.cat(
-                [
-                    self.vae.encoder(patched(self.vae, part), feat_cache=features, feat_idx=[0])
-                    for part in (x[:, :, :1], *x[:, :, 1:].split(at_once, 2))
-                    if part.shape[2]
-                ],
-                2,
-            )
-        ).chunk(2, 1)  # mean and log variance
+        pieces = [x[:, :, :1]]
+        if whole > 1:
+            pieces += x[:, :, 1:].split(at_once, 2)
+        past = [None] * self.vae._cached_conv_counts["encoder"]
+        encoded = []
+        for piece in pieces:
+            encoded.append(self.vae.encoder(patched(self.vae, piece), feat_cache=past, feat_idx=[0]))
+        # 3. The mean of the posterior; its log variance is not used.
+        z, _ = self.vae.quant_conv(torch.cat(encoded, 2)).chunk(2, 1)
         return ((z.float() - self.latents_mean) / self.latents_std).transpose(1, 2)
 
 
@@ -185,13 +184,13 @@ class StreamedDecoder:
         pieces = list(z.split(at_once, 1))
         if not self.past:
             pieces = [z[:, :1], *z[:, 1:].split(at_once, 1)]
-        # 2. Pixels in about -1..1 to 0..1.
-        parts = [
-            part.float().div_(2).add_(0.5).clamp_(0, 1)
-            for piece in pieces
-            if piece.shape[1]
-            for part in self.model.decoder.decode(piece, self.past, is_first=not self.past)
-        ]
+        # 2. Decode piece by piece, and bring pixels from about -1..1 to 0..1.
+        parts = []
+        for piece in pieces:
+            if piece.shape[1] == 0:
+                continue
+            for part in self.model.decoder.decode(piece, self.past, is_first=not self.past):
+                parts.append(part.float().div_(2).add_(0.5).clamp_(0, 1))
         return torch.cat(parts, 1)
 
 
@@ -267,7 +266,16 @@ def feed(
     """
     kernels = vae_kernels(s.y)
     if kernels:
-        return kernels.feed(s.y, s.bias, s.residual, s.shuffled, gamma, past, stack, keep)
+        return kernels.feed(
+            s.y,
+            bias=s.bias,
+            residual=s.residual,
+            shuffled=s.shuffled,
+            gamma=gamma,
+            past=past,
+            stack=stack,
+            keep=keep,
+        )
     # 1. The sum: [B, T, H, W, C].
     x = s.y
     if s.shuffled:
@@ -344,7 +352,7 @@ class Conv:
         if self not in past:
             B, _, H, W, C = s.shape
             past[self] = s.y.new_zeros(B, 2, H, W, C)
-        x, fed = feed(s, self.gamma, past[self], self.stack, keep)
+        x, fed = feed(s, gamma=self.gamma, past=past[self], stack=self.stack, keep=keep)
         if self.stack == 3:
             frames = fed.flatten(0, 1).permute(0, 3, 1, 2)  # [BT, 3C, H, W]
             y = F.conv2d(frames, self.weight, self.bias, padding=self.padding)

@@ -14,6 +14,7 @@ from torch import Tensor
 from wan.kernels import launch
 
 power_of_2 = cache(triton.next_power_of_2)  # the next one; a launch asks for it
+ROWS_AT_ONCE = 8  # of merge_parts(), by one program
 
 
 @triton.jit
@@ -98,12 +99,12 @@ def _norm_rotate_kernel(
     # Pairs (even, odd) turn by (cos, sin); the tables hold cos twice, and sin with its sign.
     if ROTATE:
         first = tl.arange(0, BLOCK // 2)[None, :] * 2
-        angle, there = token % length * HEAD_DIM + first, first < HEAD_DIM
+        angle, in_head = token % length * HEAD_DIM + first, first < HEAD_DIM
         even, odd = tl.split(tl.reshape(result, [HEADS, BLOCK // 2, 2]))
-        turned_even = even * tl.load(cos_ptr + angle, mask=there, other=0.0)
-        turned_even += odd * tl.load(sin_ptr + angle, mask=there, other=0.0)
-        turned_odd = odd * tl.load(cos_ptr + angle + 1, mask=there, other=0.0)
-        turned_odd += even * tl.load(sin_ptr + angle + 1, mask=there, other=0.0)
+        turned_even = even * tl.load(cos_ptr + angle, mask=in_head, other=0.0)
+        turned_even += odd * tl.load(sin_ptr + angle, mask=in_head, other=0.0)
+        turned_odd = odd * tl.load(cos_ptr + angle + 1, mask=in_head, other=0.0)
+        turned_odd += even * tl.load(sin_ptr + angle + 1, mask=in_head, other=0.0)
         result = tl.reshape(tl.join(turned_even, turned_odd), [HEADS, BLOCK])
     tl.store(out_ptr + token * dim + at, result.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -141,7 +142,8 @@ def _merge_kernel(
 ):
     """ROWS rows (token, head) of attention over parts of the keys: their mean, weighed by e^lse."""
     row, columns = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    inside, there = row < rows, (row[:, None] < rows) & (columns[None, :] < head_dim)
+    inside = row < rows
+    numbers = inside[:, None] & (columns[None, :] < head_dim)
     # Outputs lie by token and head, log-sum-exps by head and token.
     head, token = row % num_heads, row // num_heads
     of_lse = (token // length * num_heads + head) * length + token % length
@@ -153,24 +155,38 @@ def _merge_kernel(
         # A part that a row does not see has lse -inf, as have all of them until one is seen.
         before = tl.where(highest == float("-inf"), 0.0, tl.exp(highest - higher))
         weight = tl.where(lse == float("-inf"), 0.0, tl.exp(lse - higher))
-        out = tl.load(
-            out_ptr + (part * rows + row)[:, None] * head_dim + columns[None, :], mask=there, other=0.0
-        )
+        of_part = out_ptr + (part * rows + row)[:, None] * head_dim
+        out = tl.load(of_part + columns[None, :], mask=numbers, other=0.0)
         total = total * before[:, None] + weight[:, None] * out.to(tl.float32)
         weights, highest = weights * before + weight, higher
     place = merged_ptr + row[:, None] * head_dim + columns[None, :]
-    tl.store(place, (total / weights[:, None]).to(merged_ptr.dtype.element_ty), mask=there)
+    tl.store(place, (total / weights[:, None]).to(merged_ptr.dtype.element_ty), mask=numbers)
     tl.store(merged_lse_ptr + of_lse, highest + tl.log(weights), mask=inside)
 
 
 def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge attention over parts of the keys: outs [B, H, L, D] and their lses, float32 [B, H, L]."""
-    stacked, lse = torch.stack([out.transpose(1, 2) for out in outs]), torch.stack(lses)
+    stacked = torch.stack([out.transpose(1, 2) for out in outs])
+    lse = torch.stack(lses)
     parts, batch, length, heads, head_dim = stacked.shape
-    merged, merged_lse, rows = torch.empty_like(stacked[0]), torch.empty_like(lse[0]), batch * length * heads
-    sizes, block = (parts, rows, heads, length, head_dim), power_of_2(head_dim)
-    grid = (triton.cdiv(rows, 8),)
-    launch(_merge_kernel, grid, stacked, lse, merged, merged_lse, *sizes, ROWS=8, BLOCK=block, num_warps=4)
+    rows = batch * length * heads
+    merged, merged_lse = torch.empty_like(stacked[0]), torch.empty_like(lse[0])
+    launch(
+        _merge_kernel,
+        (triton.cdiv(rows, ROWS_AT_ONCE),),
+        stacked,
+        lse,
+        merged,
+        merged_lse,
+        parts,
+        rows,
+        heads,
+        length,
+        head_dim,
+        ROWS=ROWS_AT_ONCE,
+        BLOCK=power_of_2(head_dim),
+        num_warps=4,
+    )
     return merged.transpose(1, 2), merged_lse
 
 

@@ -25,9 +25,9 @@ def _put(fed_ptr, past_ptr, value, frame, at, inside, fed_row, batch, num_frames
             if (target >= 0) & (target < num_frames):
                 row = fed_ptr + (batch * num_frames + target) * HW * C * 3 + fed_row + slot * C
                 tl.store(row, value, mask=inside)
-    kept = frame - num_frames + 2
-    if kept >= 0:
-        tl.store(past_ptr + (batch * 2 + kept) * HW * C + at, value, mask=inside)
+    place = frame - num_frames + 2  # in the past of the next call
+    if place >= 0:
+        tl.store(past_ptr + (batch * 2 + place) * HW * C + at, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_frames", "height", "width"])  # else some sizes compile anew
@@ -76,12 +76,8 @@ def _feed_kernel(
     else:
         read, frame_size = at, HW * C
     for frame in range(num_frames):
-        x = (
-            tl.load(y_ptr + (batch * num_frames + frame) * frame_size + read, mask=inside, other=0.0).to(
-                tl.float32
-            )
-            + bias
-        )
+        of_frame = y_ptr + (batch * num_frames + frame) * frame_size
+        x = tl.load(of_frame + read, mask=inside, other=0.0).to(tl.float32) + bias
         place = (batch * num_frames + frame) * HW * C + at
         if RESIDUAL:
             x += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)

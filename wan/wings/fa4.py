@@ -40,6 +40,8 @@ OPTIONS: dict[str, int | bool] = {  # as flash_attn.cute.interface has them for 
     "mma_pv_is_rs": True,
 }
 
+UNUSED = (None,) * 9  # the kernel's arguments for packed sequences, pages, windows and sinks
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend over [B, L, H, D] in half precision -> output like q, log-sum-exp [B, H, Lq], tails or None.
@@ -56,7 +58,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Ten
         tails = torch.empty(2, batch, heads, k.shape[1] // frame_size, len_q, device=q.device)
         aux = AuxData([tails], None)
     kernel = _compiled(q.dtype, head_dim, frame_size)
-    kernel(q, k, v, out, lse, head_dim**-0.5, *[None] * 9, aux, None, None)
+    kernel(q, k, v, out, lse, head_dim**-0.5, *UNUSED, aux, None, None)
     return out, lse, tails
 
 
@@ -77,7 +79,7 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int) -> Any:
         tails = [make_fake_tensor(Float32, (2, *(cute.sym_int() for _ in range(3)), len_q))]
     else:
         forward = FlashAttentionForwardSm90(*sizes, **OPTIONS)
-    rest = [*[None] * 9, AuxData(tails, None), None, None, make_fake_stream()]
+    rest = [*UNUSED, AuxData(tails, None), None, None, make_fake_stream()]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Argument aux_data")  # which is known at compile time, as it says
         return cute.compile(forward, q, k, v, out, lse, Float32(1.0), *rest, options="--enable-tvm-ffi")
@@ -149,9 +151,8 @@ class SeenSoftmax(Softmax):
 
     @classmethod
     def of(cls, other: Softmax) -> "SeenSoftmax":
-        return cls(
-            other.scale_log2, other.num_rows, other.row_max, other.row_sum, other.arch, other.softmax_scale
-        )
+        names = ("scale_log2", "num_rows", "row_max", "row_sum", "arch", "softmax_scale")
+        return cls(*(getattr(other, name) for name in names))
 
     def online_softmax(self, scores: cute.Tensor, is_first: bool = False, check_inf: bool = True) -> Any:
         self.weights = scores

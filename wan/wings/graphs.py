@@ -184,7 +184,7 @@ class OnOneGPU:
     def project(self, block: wan_model.Block, with_raw: bool) -> None:
         """Compute the recorded part before attention."""
         attend, attn = block.modulations(self.time)[0], block.self_attn
-        wan_model.modulated_norm(self.x, attend.scale, attend.shift, block.eps, self.normed)
+        wan_model.modulated_norm(self.x, attend.scale, attend.shift, eps=block.eps, out=self.normed)
         attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
         wan_model.multiply(attn.k, self.normed, self.keys)
 
@@ -202,7 +202,8 @@ class OnOneGPU:
     def finish(self, block: wan_model.Block, text: tuple[Tensor, Tensor]) -> None:
         """Compute the recorded part after attention, into x."""
         attend, feed = block.modulations(self.time)
-        x, fed = block.feed(self.x, self.merged(block.self_attn), attend, feed, text)
+        seen = self.merged(block.self_attn)
+        x, fed = block.feed(self.x, seen, attend, feed, text)
         wan_model.gated_add(x, fed, feed.gate, self.x)
 
 
@@ -505,9 +506,7 @@ class CaptureBeside(capture.Capture):
     def __init__(self, requests: tuple[capture.CaptureRequest, ...], stream: "torch.cuda.Stream | None"):
         super().__init__(requests)
         self.stream = stream
-        self.in_use: list[
-            tuple[Tensor | None, ...]
-        ] = []  # keeps memory that the stream reads from being reused
+        self.in_use: list[tuple[Tensor | None, ...]] = []  # keeps memory that the stream reads
 
     def observe(self, call: Call) -> None:
         if self.stream is not None and self.wants(call.site):

@@ -298,7 +298,7 @@ def _exchange_cross(attn: wan_model.CrossAttention, shard: ProcessShard) -> None
             z = attention.attention(whole(q), k, v, attn.site)  # [B, L, H/P, D]
             return attn.o(shard.exchange.receive_back(shard.exchange.send_back(z)).flatten(2))
         if by and by.wants(attn.site):
-            by.observe(attention.Call(attn.site, sites.current_pass(), whole(q), k, v))
+            by.observe(attention.Call(site=attn.site, at=sites.current_pass(), q=whole(q), k=k, v=v))
         return attn.o(attention.attention(q, *text).flatten(2))
 
     vars(attn)["forward"] = forward
@@ -387,44 +387,50 @@ def _joined(
     calls: Sequence[capture.CapturedCall], parts: Sequence[tuple[Values, Sequence[int]]], num_heads: int
 ) -> Iterator[capture.CapturedCall]:
     """Join the values of similar calls over all processes, head by head and frame by frame."""
-    values, seen = [part[0] for part in parts], [part[1] for part in parts]
-    layout, edited = calls[0].layout, [of["attended"] for of in values if "attended" in of]
-    differ = layout is not None and len({*map(tuple, seen)}) > 1
-    if layout is not None and differ:  # under per_head: their heads see different frames
-        layout = capture.joint_layout(seen, layout)
-        values = [
-            {name: capture.spread(of[name], has, layout.frames) for name in capture.BY_FRAME if name in of}
-            for of, has in zip(values, seen, strict=True)
-        ]
+    values, frames = [part[0] for part in parts], [part[1] for part in parts]
+    edited = [of["attended"] for of in values if "attended" in of]
+    # 1. Under per_head the heads of the processes see different frames: a column for each frame of any.
+    layout = calls[0].layout
+    differ = layout is not None and len({*map(tuple, frames)}) > 1
+    if layout is not None and differ:
+        layout = capture.joint_layout(frames, layout)
+        of_all = values
+        values = []
+        for of, has in zip(of_all, frames, strict=True):
+            names = [name for name in capture.BY_FRAME if name in of]
+            values.append({name: capture.spread(of[name], has, layout.frames) for name in names})
+    # 2. Where keys of some heads were left out, say of all heads which of theirs were not.
     if edited:
-        for of in values:  # also where no head lost a key
+        for of in values:
             if "attended" not in of and "frame_logits" in of:
                 of["attended"] = ~of["frame_logits"].isnan()
             elif "attended" not in of:
                 of["attended"] = torch.ones_like(edited[0])
-    # Heads lie in dim 2 of all values [n, B, H, ...]; processes are in the order of their heads.
-    names, whole = list(values[0]), list[Sequence[Tensor]]()
-    for name in names:
+    # 3. Heads lie in dim 2 of all values [n, B, H, ...]; processes are in the order of their heads.
+    whole: dict[str, Sequence[Tensor]] = {}
+    for name in values[0]:
         if name in WITHOUT_HEADS:
             of_calls: Sequence[Tensor] = values[0][name].clone().unbind()
         else:
             of_calls = torch.cat([of[name] for of in values], 2).unbind()
-        # Small values of a pass share memory; a large one has its own, so that it can be freed alone
+        # Small values of a pass share memory; a large one has its own, so that it can be freed alone.
         if of_calls[0].numel() > capture.SMALL:
             of_calls = [x.clone() for x in of_calls]
-        whole.append(of_calls)
-    for call, *of_call in zip(calls, *whole, strict=True):
+        whole[name] = of_calls
+    # 4. Each call as if one process had made it.
+    for number, call in enumerate(calls):
         if not differ:
             layout = call.layout
-        q_shape, k_shape = ((*shape[:2], num_heads, shape[3]) for shape in (call.q_shape, call.k_shape))
+        batch, length, _, head_dim = call.q_shape
+        keys = call.k_shape[1]
         if layout is not None:
-            k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
+            keys = len(layout.slots) * layout.tokens_per_slot
         yield capture.CapturedCall(
             site=call.site,
             at=call.at,
-            values=dict(zip(names, of_call, strict=True)),
-            q_shape=q_shape,
-            k_shape=k_shape,
+            values={name: of_calls[number] for name, of_calls in whole.items()},
+            q_shape=(batch, length, num_heads, head_dim),
+            k_shape=(batch, keys, num_heads, head_dim),
             layout=layout,
             item=call.item,
             check=call.check,

@@ -85,5 +85,11 @@ def seeded_noise(
     if first.noise != "seeded":
         noise, renoise = zip(*(draw_noise(c, model_config, dtype, device) for c in configs), strict=True)
         return TensorNoise(torch.cat(noise), torch.cat(renoise, 1))
-    shape = (model_config.in_dim, first.height, first.width)
-    return SeededNoise(seeds, first.num_frames, shape, num_draws(first), device, dtype)
+    return SeededNoise(
+        seeds,
+        num_frames=first.num_frames,
+        frame_shape=(model_config.in_dim, first.height, first.width),
+        num_steps=num_draws(first),
+        device=device,
+        dtype=dtype,
+    )
