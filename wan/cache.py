@@ -180,10 +180,10 @@ class KVCache(AnyCache):
         if not lasts:
             self.sink = self.policy.lasting_sink
         self._drop_empty()
-        kept = min(self.policy.lasting_sink, len(self.slots))
+        sink = min(self.policy.lasting_sink, len(self.slots))
         self.policy.start(self)
-        del self.slots[kept:]
-        self.append(frames, last=len(frames) - kept)
+        del self.slots[sink:]
+        self.append(frames, last=len(frames) - sink)
         self._publish(cut=False)
 
     def begin_pass(self, is_clean: bool) -> None:
@@ -271,7 +271,7 @@ class KVCache(AnyCache):
             if type(slot) is not int or not 0 <= slot < len(self.slots):
                 raise self.misuse(f"slot {errors.short_repr(slot)} is not in 0..{len(self.slots) - 1}")
         moved = [index for index, slot in enumerate(slots) if index != slot]
-        kept = [self.slots[slot] for slot in slots]
+        remaining = [self.slots[slot] for slot in slots]
         if moved:
             # 1. Values move, and keys: rotated ones, or those without RoPE if they will be rotated anew.
             buffers = [*self.values]
@@ -281,14 +281,14 @@ class KVCache(AnyCache):
                 buffers += self.keys
             else:
                 for index in moved:
-                    kept[index] = Slot(kept[index].frame, NEEDS_ROTATION)
+                    remaining[index] = Slot(remaining[index].frame, NEEDS_ROTATION)
             # 2. One gather per buffer, from the first slot that changes on.
             target = self.tokens(range(moved[0], len(slots)))
             source = send(torch.tensor(slots[moved[0] :]), self.keys[0].device)
             for buffer in buffers:
                 frames = buffer.unflatten(1, (self.capacity, -1))  # [B, slots, S, H, D]
                 buffer[:, target] = frames[:, source].flatten(1, 2)
-        self.slots = kept  # what lies behind them in the buffers is overwritten by the next block
+        self.slots = remaining  # what lies behind them in the buffers is overwritten by the next block
 
     def _raw_rows(self, slots: range) -> range:
         """Return where the un-rotated keys of the block's slots lie."""
@@ -511,9 +511,9 @@ class CachePolicy:
         """Drop the past except for the sink and the last two frames."""
         sink = min(self.sink, len(cache.slots))
         cache.drop(sink, len(cache.slots) - sink - FLUSH_KEEPS)
-        kept = min(len(cache.slots), len(cache.newest), FLUSH_KEEPS)
-        cache.own = range(len(cache.slots) - kept, len(cache.slots))
-        cache.newest = range(cache.newest.stop - kept, cache.newest.stop)
+        newest = min(len(cache.slots), len(cache.newest), FLUSH_KEEPS)
+        cache.own = range(len(cache.slots) - newest, len(cache.slots))
+        cache.newest = range(cache.newest.stop - newest, cache.newest.stop)
 
 
 @dataclass

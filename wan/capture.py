@@ -306,7 +306,15 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if request.rope_bands:
         bands = list(RotaryTable(q.shape[-1]).bands.values())
     values = reductions.frame_values(
-        q, k, call.lse, layout, num_query_frames, request.mass, bands, call.bias, call.tails
+        q,
+        k,
+        lse=call.lse,
+        layout=layout,
+        num_query_frames=num_query_frames,
+        mass=request.mass,
+        bands=bands,
+        bias=call.bias,
+        tails=call.tails,
     )
     # 5. Means of q and of the block's own k before RoPE, from which curves over distance follow.
     if request.query_key_means and call.at is not None:
@@ -363,12 +371,12 @@ def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     q, mask = call.q[:, rows], reductions.rows_of_mask(mask, rows)
     # 2. A curve, maps, or cross-attention's words.
     if request.granularity == "key":
-        sums, pairs, _ = reductions.visible_sums(q, k, 1, mask, bias)
+        sums, pairs, _ = reductions.visible_sums(q, k, groups=1, mask=mask, bias=bias)
         return {"key_curve": (sums / pairs)[:, :, 0, keys]}
     at = call.at or sites.announced_pass()
     if request.granularity == "map":
         return _masked_maps(request, call, at, (q, k, mask, bias), keys)
-    sums, pairs, mass = reductions.visible_sums(q, k, len(at.query_frames), mask, bias)
+    sums, pairs, mass = reductions.visible_sums(q, k, groups=len(at.query_frames), mask=mask, bias=bias)
     if call.site.kind != "self":
         return {MASS_OF[call.site.kind]: mass}
     # 3. Frames: 0 / 0 is NaN where a frame has no key that is seen.
@@ -396,15 +404,15 @@ def _masked_maps(
     if mask is not None and mask.shape[1] > 1:
         mask = select(mask, heads, 1)
     if call.site.kind != "self":
-        return _of_heads({"word_map": word_map(q, k, request.num_words, bias, mask)}, here)
+        maps = {"word_map": word_map(q, k, request.num_words, bias=bias, mask=mask)}
+        return _of_heads(maps, here)
     queries, S = queries_of(request.queries, at.query_frames), call.key_layout.tokens_per_slot
     sites.check_indices("token", [query.token for query in queries if query.token != ALL], S)
     logits, masses = [], []
     for query in queries:
         rows = _rows_of(query, at.query_frames, S, q.shape[1])
-        sums, pairs, mass = reductions.visible_sums(
-            q[:, rows], k, 1, reductions.rows_of_mask(mask, rows), bias
-        )
+        rows_mask = reductions.rows_of_mask(mask, rows)
+        sums, pairs, mass = reductions.visible_sums(q[:, rows], k, groups=1, mask=rows_mask, bias=bias)
         logits.append((sums / pairs)[..., keys].half())
         masses.append((mass * S)[..., keys].half())
     maps = {"map_logits": torch.cat(logits, 2), "map_mass": torch.cat(masses, 2)}
@@ -438,13 +446,14 @@ def _word_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
             lse = lse[item : item + 1, :, rows]
         columns = [[call.text + token for token in word] for word in words]
         rows_mask = reductions.rows_of_mask(mask, rows)
-        mass = reductions.word_mass(q[:, rows], k, columns, lse, bias, rows_mask)
+        mass = reductions.word_mass(q[:, rows], k, columns, lse=lse, bias=bias, mask=rows_mask)
         masses.append(mass)
         # 3. Joint attention: queries of the word, which stand behind or before the video's as its keys do.
         if call.site.kind == "self":
             shift = call.q.shape[1] - call.k.shape[1]
             queries = [[column + shift for column in word] for word in columns]
-            masses_of_text.append(reductions.mass_of_queries(q, k, queries, bias, mask)[..., keys].mT)
+            on_keys = reductions.mass_of_queries(q, k, queries, bias=bias, mask=mask)
+            masses_of_text.append(on_keys[..., keys].mT)
     values = {"word_share": torch.cat(masses)}
     if masses_of_text:
         values["text_share"] = torch.cat(masses_of_text)
@@ -465,10 +474,17 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
     if bias is not None:
         on_device = send(bias, q.device)
     if call.site.kind != "self":
-        values = {"word_map": word_map(q, k, request.num_words, on_device)}
+        values = {"word_map": word_map(q, k, request.num_words, bias=on_device)}
     else:
-        S, lse = call.key_layout.tokens_per_slot, _selected(call.lse, computed, 1)
-        values = key_maps(q, k, lse, request.queries, at.query_frames, S, on_device)
+        values = key_maps(
+            q,
+            k,
+            lse=_selected(call.lse, computed, 1),
+            queries=request.queries,
+            query_frames=at.query_frames,
+            tokens_per_slot=call.key_layout.tokens_per_slot,
+            bias=on_device,
+        )
         values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), bias, q.device)
     return _of_heads(values, here)
 

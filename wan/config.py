@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -355,9 +355,9 @@ class RunConfig(ModelSettings, RolloutSettings):
         # A window has two spellings, of which only one may be used.
         has_window = self.local_attn_size != -1 or self.sink_size > 0
         if self.cache_policy is not None and has_window:
-            said = f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}"
+            policy = f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}"
             remedy = "leave them out where cache_policy is given"
-            raise errors.ConfigError(f"local_attn_size and sink_size mean cache_policy {said}; {remedy}")
+            raise errors.ConfigError(f"local_attn_size and sink_size mean cache_policy {policy}; {remedy}")
 
     @property
     def loras(self) -> list[LoRAFile]:
@@ -383,10 +383,20 @@ class RunConfig(ModelSettings, RolloutSettings):
 def as_one_block(config: RunConfig) -> RunConfig:
     """Return the settings of a bidirectional run: base weights, base.num_video_frames as one block."""
     frames = blocks.latent_frames(config.base.num_video_frames)
-    one: dict[str, Any] = {"num_frames": frames, "num_frame_per_block": frames, "local_attn_size": -1}
-    one |= {"sink_size": 0, "independent_first_frame": False}
-    one |= dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha", "lora", "cache_policy"))
-    return replace(config, **one)
+    return replace(
+        config,
+        num_frames=frames,
+        num_frame_per_block=frames,
+        independent_first_frame=False,
+        local_attn_size=-1,
+        sink_size=0,
+        cache_policy=None,
+        checkpoint_path=None,
+        lora=None,
+        lora_path=None,
+        lora_rank=None,
+        lora_alpha=None,
+    )
 
 
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -434,16 +444,19 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     if pixels != WIDE_PIXELS:  # other values are refused below
         pixels = PIXELS
     with errors.in_context(path):
-        for given in (settings, overrides):  # size is of the video, height and width of its latents
-            if "size" in given:
-                given |= latent_sides(given.pop("size"), pixels)
+        for source in (settings, overrides):  # size is of the video, height and width of its latents
+            if "size" in source:
+                source |= latent_sides(source.pop("size"), pixels)
     settings |= overrides
     # 2. Frames that fit whole blocks behind a first one; values of other types are refused below.
-    defaults = {each.name: each.default for each in fields(RunConfig)}
-    asked, n = (settings.get(name, defaults[name]) for name in ("num_frames", "num_frame_per_block"))
-    if settings.get("independent_first_frame") is True and type(asked) is type(n) is int and asked > 1 <= n:
-        settings["num_frames"] = fits = 1 + (asked - 1) // n * n
-        if fits != asked:
-            warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
+    usual = RunConfig()
+    frames = settings.get("num_frames", usual.num_frames)
+    block = settings.get("num_frame_per_block", usual.num_frame_per_block)
+    are_counts = type(frames) is type(block) is int and frames > 1 and block >= 1
+    if are_counts and settings.get("independent_first_frame") is True:
+        fitting = 1 + (frames - 1) // block * block
+        settings["num_frames"] = fitting
+        if fitting != frames:
+            warnings.warn(f"with an independent first frame {frames} frames become {fitting}", stacklevel=2)
     with errors.in_context(path):
         return errors.from_values(RunConfig, settings)

@@ -293,7 +293,9 @@ class Gradients(Watcher):
 
         Parameters of its own have gradients, too, behind an x0 that was detached.
         """
-        inputs = [x0] if x0.requires_grad else []
+        inputs = []
+        if x0.requires_grad:
+            inputs.append(x0)
         if takes_activations(metric):
             inputs += nodes
         if not inputs:

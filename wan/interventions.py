@@ -635,15 +635,16 @@ def other_keys(call: Call, source: Call, slots: Sequence[int]) -> list[int]:
     """Return those of a call's slots, by default of all, in which another run's call has other keys."""
     if call.layout is None or source.layout is None:
         return []
-    ours, theirs = call.layout, source.layout
-    slots = slots or range(len(ours.slots))
+    layout, source_layout = call.layout, source.layout
+    slots = slots or range(len(layout.slots))
     # 1. Slots of other frames.
-    different = [n for n in slots if ours.slots[n].by_item != theirs.slots[n].by_item]
+    different = [n for n in slots if layout.slots[n].by_item != source_layout.slots[n].by_item]
     # 2. Slots of chosen tokens, of which others were chosen.
-    if ours.chosen and theirs.chosen and not {*ours.chosen.slots}.isdisjoint(slots):
-        a, b = ours.chosen.on_host, theirs.chosen.on_host
+    chosen, source_chosen = layout.chosen, source_layout.chosen
+    if chosen and source_chosen and not {*chosen.slots}.isdisjoint(slots):
+        a, b = chosen.on_host, source_chosen.on_host
         if not torch.equal(a.frames, b.frames) or not torch.equal(a.indices, b.indices):
-            different += ours.chosen.slots
+            different += chosen.slots
     return different
 
 
@@ -880,11 +881,12 @@ class Custom(Edit):
         # A tensor of another shape or dtype would broadcast, or run on, and fail layers later.
         returned = f"{errors.short_repr(new)}, not a tensor"
         if isinstance(new, Tensor):
-            theirs, mine = ((list(y.shape), y.dtype, y.device) for y in (new, x))
+            kind = list(new.shape), new.dtype, new.device
+            expected = list(x.shape), x.dtype, x.device
             if new.layout != torch.strided:
                 returned = f"a tensor of {new.layout}"
-            elif theirs != mine:
-                returned = "{} {} on {}, not {} {} on {}".format(*theirs, *mine)
+            elif kind != expected:
+                returned = "{} {} on {}, not {} {} on {}".format(*kind, *expected)
             elif new.isnan().any():
                 returned = "NaN"
             else:
@@ -894,7 +896,9 @@ class Custom(Edit):
     @property
     def _code(self) -> Any:
         """The function, or the class of an object."""
-        return self.function if hasattr(self.function, "__qualname__") else type(self.function)
+        if hasattr(self.function, "__qualname__"):
+            return self.function
+        return type(self.function)
 
     def _place(self) -> dict[str, Any]:
         chosen = ("layers", "blocks", "steps", "branch")
@@ -1165,14 +1169,19 @@ def in_turns(batch: int) -> Iterator[None]:
     A single video has what it keeps for itself: the batch would be other videos.
     """
     functions = dict[int, Any]()
-    for watcher in watchers() if batch > 1 else ():
+    seeing: Sequence[Watcher] = ()
+    if batch > 1:
+        seeing = watchers()
+    for watcher in seeing:
         custom = [edit for edit in watcher.edits if isinstance(edit, Custom)]
         functions |= {id(edit.function): edit.function for edit in custom}
         reduce = getattr(watcher, "reduce", None)
         if reduce is not None:
             functions[id(reduce)] = reduce
     before = {key: identity.state_of(function) for key, function in functions.items()}
-    drawn = identity.generators() if functions else ""
+    drawn = ""
+    if functions:
+        drawn = identity.generators()
     yield
     for key, function in functions.items():
         if identity.state_of(function) != before[key] or drawn != identity.generators():

@@ -76,7 +76,7 @@ class QueryKeyNorm(nn.Module):
         # One kernel reads x once; PyTorch would write the norm and read it again to rotate it.
         kernels = fused_kernels(x)
         if kernels:
-            return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps, out)
+            return kernels.norm_rotate(x, self.weight, rope, num_heads=self.num_heads, eps=self.eps, out=out)
         x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
         if rope is not None:
             x = rotate(x, *rope)
@@ -97,7 +97,7 @@ def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Ten
     """
     kernels = fused_kernels(x, scale, shift)
     if kernels:
-        return kernels.modulated_norm(x, scale, shift, eps, out)
+        return kernels.modulated_norm(x, scale, shift, eps=eps, out=out)
     # All tokens of a frame share one row of scale and shift: [B, F, 1, dim] against [B, F, S, dim].
     normed = F.layer_norm(x, x.shape[-1:], eps=eps).unflatten(1, (scale.shape[1], -1))
     modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2).to(x.dtype)
@@ -280,7 +280,8 @@ class Block(nn.Module):
         # 2. Self-attention over the KV cache, cross-attention to the text, FFN; each adds to the stream.
         normed = modulated_norm(x, attend.scale, attend.shift, self.eps)
         seen = self.self_attn(normed, inputs)
-        x, fed = self.feed(x, seen, attend, feed, inputs.text[self.layer])
+        text = inputs.text[self.layer]
+        x, fed = self.feed(x, seen, attend, feed, text)
         return sites.hook_point("resid_post", self.layer, gated_add(x, fed, feed.gate))
 
     def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
@@ -293,13 +294,13 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the FFN's output before the last gated add, [B, L, dim] each."""
         seen = sites.hook_point("attn_out", self.layer, seen)
-        x, normed = self.add_norm("resid_mid", x, seen, attend.gate, None)
+        x, normed = self.add_norm("resid_mid", x, seen, gate=attend.gate)
         crossed = sites.hook_point("cross_out", self.layer, self.cross_attn(normed, text))
-        x, normed = self.add_norm("resid_cross", x, crossed, None, feed)
+        x, normed = self.add_norm("resid_cross", x, crossed, feed=feed)
         return x, sites.hook_point("mlp_out", self.layer, self.ffn(normed))
 
     def add_norm(
-        self, site: str, x: Tensor, y: Tensor, gate: Tensor | None, feed: Modulation | None
+        self, site: str, x: Tensor, y: Tensor, gate: Tensor | None = None, feed: Modulation | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return x + gate * y (None: x + y), and its norm: norm3's, or with feed that of the FFN's input."""
         # A kernel adds and norms in one pass over memory; a watcher's replacement is normed once more.
@@ -523,7 +524,7 @@ class CausalWanModel(WanModel):
         if t.ndim < 2:
             t = t.expand(x.shape[0])[:, None]  # [B, F or 1]
         x = sites.hook_point("x_t", None, x)  # [B, F, C, h, w]; convolutions want [B, C, F, h, w]
-        flow = self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask)
+        flow = self.flow(x.transpose(1, 2), t, text, frames=frames, kv_cache=kv_cache, mask=mask)
         return sites.hook_point("flow", None, flow.transpose(1, 2))
 
     def new_kv_cache(

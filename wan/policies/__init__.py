@@ -110,12 +110,7 @@ def policy_of(config: RunConfig) -> cache.CachePolicy:
 
     Raises ConfigError where it does not fit the run's blocks and prompts.
     """
-    # 1. A window has two spellings, of which only one may be used.
-    has_window = config.local_attn_size != -1 or config.sink_size > 0
-    if config.cache_policy is not None and has_window:
-        spelling = f"{{name: window, window: {config.local_attn_size}, sink: {config.sink_size}}}"
-        remedy = "leave them out where cache_policy is given"
-        raise errors.ConfigError(f"local_attn_size and sink_size mean cache_policy {spelling}; {remedy}")
+    # 1. By name and fields, or by the two settings of a window.
     if config.cache_policy is not None:
         policy = read_policy(config.cache_policy)
     else:

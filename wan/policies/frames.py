@@ -389,11 +389,11 @@ class MemoryBank(WindowedPolicy):
             wanted = (self._blocks - 1) // self.interval + 1
             if wanted > self.bank:
                 self._sort_bank(cache, bank)
-            kept = min(wanted, self.bank) - 1
-            banked = [*bank[:kept], cache.own.start]
+            stays = min(wanted, self.bank) - 1  # of the bank's slots; the candidate follows them
+            banked = [*bank[:stays], cache.own.start]
             for layer, of_items in enumerate(self._frames):
                 of_items = of_items or [[]] * len(cache.keys[layer])
-                self._frames[layer] = [[*of_item[:kept], cache.newest.start] for of_item in of_items]
+                self._frames[layer] = [[*of_item[:stays], cache.newest.start] for of_item in of_items]
         self._blocks += 1
         # 3. Sink, bank, local frames, block.
         cache.keep([*frames[: self._at], *banked, *frames[self._at + excess :]])
@@ -757,10 +757,18 @@ class PerHeadCache(AnyCache):
             if raw_k is not None and cache.stores_raw:
                 raw = raw_k[:, :, row]
             queries = q[:, :, row]
-            seen = cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
-            if len(row):
-                parts = partial(cache.parts, layer, len(row))
-                groups.append(HeadGroup(head_class.numbers[layer], row, queries, *seen, parts))
+            keys, values = cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
+            if not len(row):
+                continue
+            group = HeadGroup(
+                numbers=head_class.numbers[layer],
+                heads=row,
+                q=queries,
+                k=keys,
+                v=values,
+                parts=partial(cache.parts, layer, len(row)),
+            )
+            groups.append(group)
         return groups
 
     @property

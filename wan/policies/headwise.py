@@ -64,9 +64,8 @@ class HeadwiseCache(AnyCache):
         self.num_heads = sizes.num_heads[0] * self.items
         shape = sizes.batch // self.items, 0, self.num_heads, sizes.head_dim
         empty = torch.empty(shape, dtype=sizes.dtype, device=sizes.device)
-        nothing = torch.empty(1, 0, 1, dtype=torch.long, device=sizes.device)
-        everyone = tuple(range(self.num_heads))
-        self.kinds = [[Kind(everyone, slice(None), empty, empty, nothing)] for _ in sizes.num_heads]
+        no_ids = torch.empty(1, 0, 1, dtype=torch.long, device=sizes.device)
+        self.kinds = [[self.one_kind(empty, empty, no_ids)] for _ in sizes.num_heads]  # by layer
         self.block = -1  # the number of the newest block
         self.sink = range(self.policy.sink)  # the frames of the sink
         self.own = 0  # how many of the newest frames' tokens have room; of a cache computed again the last
@@ -102,8 +101,15 @@ class HeadwiseCache(AnyCache):
             if torch.is_grad_enabled():  # a copy, as of KVCache.write: the block's keys keep their gradients
                 keys = torch.cat([keys[:, : kind.past], new_k], 1)
                 values = torch.cat([values[:, : kind.past], new_v], 1)
-            parts = partial(self.parts, kind, self.sink)
-            groups.append(HeadGroup(kind.heads, kind.here, kind.of(q), keys, values, parts))
+            group = HeadGroup(
+                numbers=kind.heads,
+                heads=kind.here,
+                q=kind.of(q),
+                k=keys,
+                v=values,
+                parts=partial(self.parts, kind, self.sink),
+            )
+            groups.append(group)
         # 2. A clean pass is the last over its frames: the policy chooses once all layers have come.
         if self.is_clean:
             self.policy.observe(self, layer, q.detach())
@@ -175,13 +181,13 @@ class HeadwiseCache(AnyCache):
         numbers = [torch.arange(part.start, part.stop, device=self.device) for part in tokens]
         return torch.cat(numbers)[None, :, None]
 
-    def keep(self, layer: int, kept: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+    def keep(self, layer: int, kinds: Sequence[tuple[Sequence[int], Tensor]]) -> None:
         """Let heads hold these of the tokens that they see: for heads that become a kind, an index.
 
         An index is [B or 1, n, h or 1]. Heads that become one kind were of one kind before.
         """
         before, self.kinds[layer] = self.kinds[layer], []
-        for heads, index in kept:
+        for heads, index in kinds:
             if not len(heads):
                 continue
             # 1. The kind that these heads were of, and their columns in it.
@@ -194,13 +200,23 @@ class HeadwiseCache(AnyCache):
                 if ids.shape[2] > 1:
                     ids = ids.index_select(2, columns)
             # 2. The tokens that stay, with room for the next block behind them.
-            keys, values = taken(keys, index, self.own), taken(values, index, self.own)
-            self.kinds[layer].append(Kind(tuple(heads), here, keys, values, ids.take_along_dim(index, 1)))
+            kind = Kind(
+                heads=tuple(heads),
+                here=here,
+                keys=taken(keys, index, room=self.own),
+                values=taken(values, index, room=self.own),
+                ids=ids.take_along_dim(index, 1),
+            )
+            self.kinds[layer].append(kind)
+
+    def one_kind(self, keys: Tensor, values: Tensor, ids: Tensor) -> Kind:
+        """Return a kind of all heads of a layer."""
+        return Kind(heads=tuple(range(self.num_heads)), here=slice(None), keys=keys, values=values, ids=ids)
 
     def keep_first(self, count: int) -> None:
         """Make all heads of a layer one kind again, with its first tokens, which all of them have."""
         for layer, kinds in enumerate(self.kinds):
-            first, everyone = kinds[0], tuple(range(self.num_heads))
+            first = kinds[0]
             count = min(count, first.past)
             keys = first.keys.new_empty(first.keys.shape[0], count, self.num_heads, self.head_dim)
             values, ids = torch.empty_like(keys), first.ids[:, :count]
@@ -208,7 +224,7 @@ class HeadwiseCache(AnyCache):
                 keys[:, :, kind.here], values[:, :, kind.here] = kind.keys[:, :count], kind.values[:, :count]
             if len(kinds) > 1:
                 ids = ids[:1, :, :1]
-            self.kinds[layer] = [Kind(everyone, slice(None), keys, values, ids)]
+            self.kinds[layer] = [self.one_kind(keys, values, ids)]
 
     def seen(self, kind: Kind) -> Tensor:
         """Return the number in the video of every key that a kind sees, its own too, [B or 1, n, h or 1]."""
@@ -520,9 +536,9 @@ class ForcingKV(HeadwisePolicy):
     def keep(self, cache: HeadwiseCache, layer: int, chunks: Tensor | None) -> None:
         """Let the kinds of a layer keep what they may, with chunks [B or 1, n] of tokens from the sink on."""
         kinds = cache.kinds[layer]
-        cache.keep(layer, [(kind.heads, self.kept(cache, layer, kind, chunks)) for kind in kinds])
+        cache.keep(layer, [(kind.heads, self.remaining(cache, layer, kind, chunks)) for kind in kinds])
 
-    def kept(self, cache: HeadwiseCache, layer: int, kind: Kind, chunks: Tensor | None) -> Tensor:
+    def remaining(self, cache: HeadwiseCache, layer: int, kind: Kind, chunks: Tensor | None) -> Tensor:
         """Return the index of the tokens that a kind keeps."""
         S, n, label = cache.tokens_per_frame, kind.keys.shape[1], self.class_of(cache, layer, kind)
         sink, recent = range(min(self.sink * S, n)), self.lengths[label] * S
@@ -617,10 +633,10 @@ class ForcingKVRelease(ForcingKV):
             if ring is not None:
                 ring.write(layer, kind, old.values[:, -cache.own :])
 
-    def kept(self, cache: HeadwiseCache, layer: int, kind: Kind, chunks: Tensor | None) -> Tensor:
+    def remaining(self, cache: HeadwiseCache, layer: int, kind: Kind, chunks: Tensor | None) -> Tensor:
         ring = self._rings.get(self.class_of(cache, layer, kind))
         if ring is None:
-            return super().kept(cache, layer, kind, chunks)
+            return super().remaining(cache, layer, kind, chunks)
         n = kind.keys.shape[1]
         sink = range(min(self.sink * cache.tokens_per_frame, n))
         order = [*sink, *ring.keys(sink.stop, n, cache.own)]
@@ -785,10 +801,8 @@ class TriAttention(HeadwisePolicy):
         of_time = RotaryTable(cache.head_dim).freqs_cis(0, times)  # [offsets, pairs of time]
         turns = torch.ones(len(offsets), self.q_mean.shape[2], dtype=torch.complex128)
         turns[:, : of_time.shape[1]] = of_time
-        queries = torch.view_as_real(self.q_mean[:, here, None] * turns).flatten(
-            -2
-        )  # [layers, h, offsets, D]
-        queries = self.aggregate(queries)
+        turned = torch.view_as_real(self.q_mean[:, here, None] * turns)  # [layers, h, offsets, D / 2, 2]
+        queries = self.aggregate(turned.flatten(-2))
         beyond = self.q_abs_mean[:, here] - self.q_mean[:, here].abs()  # [layers, h, D / 2]
         queries, beyond = send(queries.float(), cache.device), send(beyond.float(), cache.device)
         # 2. Keys at frame 0, row 0 and column 0, but for their own frame.
