@@ -301,9 +301,10 @@ def _adapter_settings(module: nn.Module) -> list[str]:
 def _at_home(module: nn.Module, name: str, x: Tensor) -> Tensor:
     """Return a tensor's numbers from where accelerate's sequential offload keeps them."""
     hook = getattr(module, "_hf_hook", None)
-    weights = getattr(hook, "weights_map", None)
-    if x.is_meta and weights is not None and name in weights:
-        return weights[name]
+    for part in getattr(hook, "hooks", [hook]):  # a module may have several, as one
+        weights = getattr(part, "weights_map", None)
+        if x.is_meta and weights is not None and name in weights:
+            return weights[name]
     return x
 
 

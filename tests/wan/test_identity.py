@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from experiments import named
 from experiments.caches.files import ONLY, CacheError, require_same
 from experiments.provenance import fingerprint, record_of, with_result
 from wan.errors import ConfigError
-from wan.identity import UNNAMED, identity_of, identity_of_class, text_of
+from wan.identity import UNNAMED, identity_of, identity_of_class, live_weights, text_of
 from wan.interventions import Knockout, at
 from wan.policies import Window
 
@@ -112,3 +113,16 @@ def test_a_class_of_a_notebook_is_known_by_its_methods(monkeypatch):
     monkeypatch.setattr("inspect.getsource", source)
     assert text_of(Halving) not in (None, text)
     assert text_of(type("Empty", (), {})) is None
+
+
+@pytest.mark.parametrize("is_one_of_several", [False, True])
+def test_weights_that_accelerate_offloaded_are_those_that_they_were(is_one_of_several):
+    model = torch.nn.Linear(3, 2)
+    before, weights = live_weights({None: model}), dict(model.state_dict())
+    hook = SimpleNamespace(weights_map=weights)
+    if is_one_of_several:  # of a module with parameters of its own and others in it
+        hook = SimpleNamespace(hooks=[SimpleNamespace(weights_map=None), hook])
+    model.to("meta")._hf_hook = hook
+    assert live_weights({None: model}) == before
+    weights["bias"] = weights["bias"] + 1
+    assert live_weights({None: model}).sampled != before.sampled
