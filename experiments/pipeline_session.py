@@ -446,11 +446,12 @@ class PipelineSession(AnySession):
         ]
         if uncompiled:
             common["uncompiled"] = uncompiled
-        rank, gpus = diffusers_capture.place_among_gpus(self.model)
-        if gpus > 1:
-            common["gpus"] = gpus
-        if rank > 0:
-            common["rank"] = rank
+        for model in self.models.values():
+            rank, gpus = diffusers_capture.place_among_gpus(model)
+            if gpus > 1:
+                common["gpus"] = gpus
+            if rank > 0:
+                common["rank"] = rank
         checks = {seen.frames for seen in calls if seen.site.kind == "self"}
         for check in FRAME_CHECKS:
             if check in checks:

@@ -192,15 +192,19 @@ def pipeline_run(group):
     shared(pipe.transformer, group)
     with capture(pipe, "x_t"), capture(pipe, layers=[1], cross=True) as seen:
         sample(pipe)
-    texts = repr(seen), message_of(lambda: seen.atlas()["frame_mass"])
-    return seen.runs[0].latents, *texts, seen.runs[0].common.get("gpus")
+    with capture(pipe, words=["circle"]) as of_words:
+        sample(pipe)
+    found = repr(seen), message_of(lambda: seen.atlas()["frame_mass"])
+    found += (message_of(lambda: of_words.words().mean("circle")),)
+    return seen.runs[0].latents, *found, seen.runs[0].common.get("gpus")
 
 
 def test_a_pipeline_in_two_processes_has_its_atlas_in_the_first():
     first, second = together(2, pipeline_run)
-    latents, text, mass, gpus = pipeline_run(None)
+    latents, text, mass, words, gpus = pipeline_run(None)
     for other in (first[0], second[0]):
         torch.testing.assert_close(other, latents, atol=ATOL, rtol=0)
     torch.testing.assert_close(first[2], mass, atol=ATOL, rtol=0)
-    assert first[1] == text and gpus is None and first[3] == 2
+    torch.testing.assert_close(first[3], words, atol=ATOL, rtol=0)
+    assert first[1] == text and gpus is None and first[4] == 2 and "rank 1 of 2 GPUs" in second[3]
     assert "rank 0 has what was captured" in second[1] and "rank 1 of 2 GPUs" in second[2]

@@ -140,9 +140,10 @@ class Ulysses:
         """Exchange norms [B, L/P, H, 4] of queries as their calls are."""
         return self.shard(norms.shape[2]).with_all_tokens(norms)
 
-    def require_alike(self, requests: Sequence[Any]) -> None:
+    def require_alike(self, requests: Sequence[capture.CaptureRequest]) -> None:
         """Wait for all processes. ConfigError where they do not capture the same."""
-        digest = torch.tensor([zlib.crc32(repr(requests).encode())])
+        asked = [vars(request) | {"words": [*request.words]} for request in requests]
+        digest = torch.tensor([zlib.crc32(repr(asked).encode())])
         digests = [torch.empty_like(digest) for _ in range(self.group.size())]
         with _waiting():
             dist.all_gather(digests, digest, group=self.group)
