@@ -3,12 +3,13 @@ what one's own code may ask for, and what it is refused.
 """
 
 import copy
+import inspect
 import linecache
 import pickle
 import re
 import runpy
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from doctest import DocTestParser
 from functools import partial
 from importlib import import_module
@@ -126,6 +127,45 @@ def test_the_public_names_are_listed_and_there():
         assert getattr(experiments, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'Knockot'"):
         _ = experiments.Knockot
+
+
+def reference_objects():
+    """Return the objects of the API reference and their members, by path."""
+    site = runpy.run_path(str(ROOT / "docs/site/reference.py"))
+    objects = {}
+    for page in site["PAGES"]:
+        for path, members in site["objects_of"](page).items():
+            module, _, name = path.rpartition(".")
+            objects[path] = getattr(import_module(module), name)
+            objects |= {f"{path}.{member}": getattr(objects[path], member) for member in members}
+    return objects
+
+
+def test_parameters_of_the_reference_are_those_of_the_code():
+    """What griffe warns of, without griffe; and each parameter of a public function is described."""
+    wrong = []
+    for path, thing in reference_objects().items():
+        text = inspect.getdoc(thing) or ""
+        described = re.findall(r"^    \*{0,2}(\w+): ", section(text, "Args"), re.MULTILINE)
+        signature = inspect.signature(thing) if callable(thing) else None
+        names = [name for name in signature.parameters if name != "self"] if signature else []
+        if is_dataclass(thing):
+            names = [setting.name for setting in fields(thing)]
+        wrong += [f"{path}: no {name}" for name in described if name not in names]
+        if described and not isinstance(thing, type):
+            wrong += [f"{path}: {name} is not described" for name in names if name not in described]
+        prose = re.sub(r"`[^`]*`", "", text.partition("Examples:")[0])
+        wrong += [f"{path}: {link} reads as a link" for link in re.findall(r"\]\[\S*", prose)]
+    assert not wrong
+    tables = [name for name in dir(experiments) if section(getattr(experiments, name).__doc__, "Args")]
+    functions = [name for name in dir(experiments) if not isinstance(getattr(experiments, name), type)]
+    assert {*functions} <= {*tables}
+
+
+def section(docstring: str, name: str) -> str:
+    """Return a Google section of a docstring, its lines indented by four."""
+    found = re.search(rf"^{name}:\n((?:    .*\n|\n)*)", inspect.cleandoc(docstring) + "\n", re.MULTILINE)
+    return found[1] if found else ""
 
 
 @pytest.mark.beside
