@@ -20,7 +20,9 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = cli.config_from(args)
     if not config.interventions:
-        raise ConfigError("nothing to edit: give --interventions")
+        raise ConfigError(
+            "nothing to edit: give --interventions a file, such as configs/edits/forget_past.yaml"
+        )
 
     from experiments.studies.interventions import make_effects  # after the flags: a --help needs no torch
 

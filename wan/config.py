@@ -443,10 +443,11 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     pixels = (settings | overrides).get("pixels_per_latent")
     if pixels != WIDE_PIXELS:  # other values are refused below
         pixels = PIXELS
-    with errors.in_context(path):
-        for source in (settings, overrides):  # size is of the video, height and width of its latents
-            if "size" in source:
-                source |= latent_sides(source.pop("size"), pixels)
+    if "size" in overrides:  # of the video; height and width are of its latents
+        overrides |= latent_sides(overrides.pop("size"), pixels)
+    if "size" in settings:
+        with errors.in_context(path):
+            settings |= latent_sides(settings.pop("size"), pixels)
     settings |= overrides
     # 2. Frames that fit whole blocks behind a first one; values of other types are refused below.
     usual = RunConfig()
@@ -458,5 +459,9 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
         settings["num_frames"] = fitting
         if fitting != frames:
             warnings.warn(f"with an independent first frame {frames} frames become {fitting}", stacklevel=2)
-    with errors.in_context(path):
+    try:
         return errors.from_values(RunConfig, settings)
+    except errors.ConfigError as problem:
+        if str(problem).partition(" ")[0] in overrides:  # a flag is wrong, not the file
+            raise
+        raise errors.ConfigError(f"{path}: {problem}") from None

@@ -12,7 +12,7 @@ from experiments.analysis import stats
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadPanel
-from experiments.caches.files import CacheError
+from experiments.caches.files import CacheError, located
 from experiments.caches.titles import ranges
 from experiments.caches.view import Profiles
 from wan.errors import library_reads
@@ -107,6 +107,11 @@ def heads_of(
     order = np.argsort(-np.nan_to_num(effect, nan=-np.inf), axis=None, kind="stable")[:count]
     chosen = [(view.layers[i // view.num_heads], int(i % view.num_heads)) for i in order]
     return tuple((layer, head, f"L{layer}H{head}") for layer, head in chosen)
+
+
+def path_of(name: str) -> Path:
+    """Return the path of a published file: in the working folder, else in the project."""
+    return Path(located(str(FOLDER / name)))
 
 
 def cache_or_published(path: str | Path) -> tuple[Path, str]:

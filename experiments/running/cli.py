@@ -577,9 +577,7 @@ def config_file(name: str) -> str:
     if isfile(named):
         return named
     if Path(name).name == name and not Path(name).suffix:
-        hint = errors.did_you_mean(
-            name, [path.stem for path in Path(files.located("configs")).glob("*.yaml")]
-        )
+        hint = errors.did_you_mean(name, configs.model_names())
         raise argparse.ArgumentTypeError(f"{errors.short_repr(name)} is no file, and none of configs/{hint}")
     return name
 

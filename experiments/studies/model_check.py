@@ -148,7 +148,7 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
     )
     config = replace(config, num_frames=args.frames)
     names = [f"self_forcing_dmd_{name}_{args.frames}f.pt" for name in ("eagle", "castle")]
-    paths = [Path(path) for path in args.reference or [published.FOLDER / name for name in names]]
+    paths = [Path(path) for path in args.reference or [published.path_of(name) for name in names]]
     caches = [load_cache(path, expect=("atlas",)) for path in paths]
     views = [open_profiles(cache) for cache in caches]
     for path, view in zip(paths, views, strict=True):

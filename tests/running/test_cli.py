@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from experiments import run_extraction_each, run_notebooks
+from experiments.analysis import published
 from experiments.caches import load_cache
 from experiments.running import cli
 from experiments.studies.rehearsal import vae_names
@@ -226,6 +227,14 @@ def test_wrong_numbers_and_names_are_told_what_is_right(words, message, capsys):
     with pytest.raises(SystemExit) as ended:
         list_parser().parse_args(words)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_names_and_files_of_the_project_are_known_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(argparse.ArgumentTypeError, match="none of configs/; known ones: ") as caught:
+        cli.config_file("qqq")
+    assert "wan_mini" in str(caught.value) and "taxonomy" not in str(caught.value)
+    assert published.path_of(published.FIGURE4_CSV).is_file()
 
 
 # -- signals, and what nobody foresaw

@@ -72,6 +72,23 @@ def test_flags_override_the_yaml_and_none_does_not_and_a_bad_one_is_one_clear_li
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
+def test_a_wrong_flag_is_not_blamed_on_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("num_frames: 9\nsize: 64x64\n")
+    for flag, message in (
+        ({"num_frames": 0}, "num_frames 0 should be"),
+        ({"layer_indices": [-1]}, r"layer_indices \[-1\] "),
+        ({"step": 9}, "step 9 is not in 0..4"),
+        ({"size": "65x64"}, "65x64 pixels are not"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            load_config(path, flag)
+    for text in ("num_frames: 0", "size: 65x64"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"^{path}: "):
+            load_config(path, {"seed": 1})
+
+
 RELEASED = [p.stem for p in sorted((ROOT / "configs").glob("*.yaml")) if "\nrelease:" in p.read_text("utf-8")]
 
 

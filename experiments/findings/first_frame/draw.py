@@ -30,7 +30,7 @@ def run(argv=None):
     folder = args.figures
     # 1. The paper's two heads over its digitised curves
     view = atlas("eagle", 21)
-    curves, _ = published.curves_for(view, published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL)
+    curves, _ = published.curves_for(view, published.path_of(published.FIGURE4_CSV), published.FIGURE4_MODEL)
     panels, _ = choose_heads(view, published.FIGURE4_HEADS)
     figure4 = figures.head_curves(published.add_reference(panels, view, curves), view.caption)
     print(figures.save_figure(figure4, folder / "figure4_published.svg", overwrite=args.overwrite))
@@ -52,7 +52,7 @@ def run(argv=None):
 
 def atlas(prompt: str, length: int) -> Profiles:
     """Open the published atlas of one prompt, of 21 or 72 latent frames."""
-    return open_profiles(load_cache(published.FOLDER / f"self_forcing_dmd_{prompt}_{length}f.pt"))
+    return open_profiles(load_cache(published.path_of(f"self_forcing_dmd_{prompt}_{length}f.pt")))
 
 
 def forecasts() -> dict[str, BlockPanel]:

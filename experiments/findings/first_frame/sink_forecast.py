@@ -113,7 +113,7 @@ def of_published() -> dict[str, Any]:
     """Choose the ridge on castle's last block of 72 frames; predict eagle from 21 frames of both prompts."""
     views = {}
     for prompt, length in product(("castle", "eagle"), (SHORT, LONG)):
-        path = published.FOLDER / f"self_forcing_dmd_{prompt}_{length}f.pt"
+        path = published.path_of(f"self_forcing_dmd_{prompt}_{length}f.pt")
         views[prompt, length] = open_profiles(load_cache(path))
     bands, last = rw.fastest_frequencies(rw.WAN_HEAD_DIM), LONG - BLOCK
     measured = rw.first_excess(np.asarray(views["castle", LONG].profiles())[..., None, :last])
