@@ -108,7 +108,7 @@ def test_whatever_is_given_a_script_begins_or_says_in_one_line_why_not(name, tmp
     for linked in LINKED:
         (tmp_path / linked).symlink_to(ROOT / linked)
     places = ("running.run.claimed", "running.atlases.make_atlases", "caches.files.claimed")
-    for place in (*places, "running.run.save_cache", "figures.html_page.save_page"):
+    for place in (*places, "caches.store.save_cache", "figures.html_page.save_page"):
         monkeypatch.setattr(f"experiments.{place}", begins)
     explained = cli.explained
     ended = lambda e: ("began", 0) if isinstance(e, BeganError) else explained(e)  # noqa: E731
