@@ -18,7 +18,9 @@ from matplotlib.ticker import MaxNLocator
 import experiments.figures.style as st
 from experiments.analysis.axes import NO_SLOT, SPECIAL, KeyColumns
 from experiments.analysis.panels import BlockPanel, HeadPanel, PartsPanel, ProfileMap
+from experiments.analysis.stats import percent
 from experiments.caches import view
+from experiments.caches.titles import ranges
 
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 MARKERS_UP_TO = 25
@@ -45,7 +47,7 @@ def head_curves(
 ) -> Figure:
     """Draw Figure 4: a panel per head, tokens where known, a reference, pictures [h, w, 3] below."""
     if title is None:
-        title = f"{st.NAMES[caption.quantity].capitalize()} of single heads"
+        title = _highest_frames(panels)
     if not st.has_room(len(panels)):
         bands = {panel.label: panel.profile[None] for panel in panels}
         return _curves_as_map(bands, caption, title, "Head", "means of key frames alone, for want of room")
@@ -72,7 +74,7 @@ def head_curves(
         # 3. The highest frame, by its number, and by its value where there is room
         if np.isfinite(panel.profile).any():
             highest = int(np.nanargmax(panel.profile))
-            label = f"max@{highest}"
+            label = f"frame {highest}"
             if len(panels) == 1:
                 label += f": {panel.profile[highest]:.3g}"
             _mark_highest(axis, panel.profile, tops, label)
@@ -82,6 +84,31 @@ def head_curves(
             st.picture_strip(axis, pictures, wide)
     st.label_figure(figure, axes, title, caption.about, legend=legend)
     return figure
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Join the first three of some parts of a title, and count the others."""
+    text = ", ".join(parts[:3])
+    if len(parts) > 3:
+        text += f" and {len(parts) - 3} more"
+    return text
+
+
+def _highest_frames(panels: Sequence[HeadPanel]) -> str:
+    """Say on which key frame each head is highest."""
+    known = [panel for panel in panels if np.isfinite(panel.profile).any()]
+    frames = [f"{panel.label} on frame {np.nanargmax(panel.profile)}" for panel in known]
+    return f"Highest: {listed(frames)}" if frames else "No key frame was attended"
+
+
+def _peaks(profiles: np.ndarray, caption: view.Caption) -> str:
+    """Say how many profiles [n, F] are highest in frame 0, and in highlighted frames."""
+    known = profiles[np.isfinite(profiles).any(-1)]
+    highest = np.where(np.isnan(known), -np.inf, known).argmax(-1)
+    parts = [f"{(highest == 0).sum()} of {len(profiles)} heads are highest in frame 0"]
+    for text, frames in caption.highlighted_frames.items():
+        parts.append(f"{np.isin(highest, list(frames)).sum()} in the {text.partition(' (')[0]}")
+    return ", ".join(parts)
 
 
 def _curves_as_map(
@@ -192,7 +219,7 @@ def head_grid(
 ) -> Figure:
     """Draw a small panel per row of profiles [n, F + averages], each on its own scale."""
     n, F = profiles.shape[0], profiles.shape[1] - caption.averages
-    parts = [f"Layer {layer}, {n} heads: {st.NAMES[caption.quantity]}", note]
+    parts = [f"Layer {layer}: {_peaks(profiles[:, :F], caption)}", note]
     if not st.has_room(n):
         bands = dict(zip(titles, profiles[:, None], strict=True))
         return _curves_as_map(bands, caption, "; ".join(filter(None, parts)), "Head")
@@ -216,6 +243,11 @@ def head_grid(
 def sweep_curves(profiles: Mapping[str, np.ndarray], caption: view.Caption, names: Sequence[str]) -> Figure:
     """Draw a panel per head of profiles [atlases, F + averages]: mean, deviation (n − 1), each atlas."""
     title = f"{st.NAMES[caption.quantity].capitalize()} over {len(names)} atlases"
+    agreements = [f"{_least_correlation(values):.2f} ({head})" for head, values in profiles.items()]
+    if len(names) > 1:
+        title = (
+            f"Least correlation of a head's curve in two of {len(names)} atlases: r = {listed(agreements)}"
+        )
     if not st.has_room(len(profiles)):
         bands = {head: values.mean(0, keepdims=True) for head, values in profiles.items()}
         return _curves_as_map(bands, caption, f"{title}, their mean", "Head")
@@ -240,9 +272,19 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: view.Caption, name
     return figure
 
 
+def _least_correlation(values: np.ndarray) -> float:
+    """Return the least correlation of two rows of values [atlases, F + averages]; NaN of constant rows."""
+    attended = values[:, np.isfinite(values).all(0)]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return float(np.corrcoef(attended).min())
+
+
 @st.styled
 def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: view.Caption) -> Figure:
-    """Draw the mean over heads of profiles [N, H, F + averages] in a band: std, or middle 80 % of masses."""
+    """Draw a middle over heads of profiles [N, H, F + averages] in a band, a panel a layer.
+
+    Of logits mean and standard deviation; masses are skewed: their median, and the middle 80 % of heads.
+    """
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     if not st.has_room(N):
         return _layers_as_maps(profiles, layers, caption)
@@ -256,21 +298,22 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: view.
     frames, marker = np.arange(F), "o" if F <= MARKERS_UP_TO else ""
     for axis, layer, values in zip(axes, layers, profiles, strict=True):
         # [H, F + averages] -> [F + averages]
-        mean, deviation = values.mean(0), values.std(0)
         if caption.quantity == "mean_logit":
-            bottom = (mean - deviation)[:F]
+            middle, deviation = values.mean(0), values.std(0)
+            bottom = (middle - deviation)[:F]
             axis.bar(frames, 2 * deviation[:F], 0.8, bottom, color=st.BLUE, alpha=0.3, linewidth=0)
             axis.use_sticky_edges = False  # else the lowest bar touches the frame, as if it were cut off
-        else:  # masses are skewed: a deviation around their mean would go below 0
+        else:
+            middle = np.median(values, 0)
             low, high = np.quantile(values[:, :F], [0.1, 0.9], axis=0)
             axis.fill_between(frames, low, high, color=st.BLUE, alpha=0.3, linewidth=0)
-        axis.plot(frames, mean[:F], color=st.BLUE, marker=marker, markersize=2)
+        axis.plot(frames, middle[:F], color=st.BLUE, marker=marker, markersize=2)
         axis.yaxis.set_major_locator(MaxNLocator(ticks))
-        legend |= _finish_profile(axis, mean[:F], mean[F:], caption, f"Layer {layer}")
-    band = "mean and middle 80 % of"
+        legend |= _finish_profile(axis, middle[:F], middle[F:], caption, f"Layer {layer}")
+    band = "median and middle 80 % of"
     if caption.quantity == "mean_logit":
-        band = "mean ± std over"
-    title = f"{st.NAMES[caption.quantity].capitalize()}, {band} {H} heads"
+        band = "mean ± standard deviation over"
+    title = f"{st.NAMES[caption.quantity].capitalize()} by layer: {band} {H} heads"
     if N > 1:
         title += "; scales differ"
     st.label_figure(figure, axes, title, caption.about, st.LABELS[caption.quantity], legend)
@@ -323,6 +366,9 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: view.C
         shown = np.unique(np.linspace(0, N - 1, 8).round().astype(int))
         bar.set_ticks(shown.tolist(), labels=[str(layers[i]) for i in shown])
     title = f"{st.NAMES[caption.quantity].capitalize()}, mean over {H} heads, a line per layer"
+    if np.isfinite(mean[:, :F]).any():
+        row, frame = np.unravel_index(np.nanargmax(mean[:, :F]), (N, F))
+        title = f"The mean over {H} heads is highest in layer {layers[row]}, on key frame {frame}"
     st.label_figure(figure, [axis], title, caption.about, st.LABELS[caption.quantity], legend)
     return figure
 
@@ -342,8 +388,12 @@ def layer_statistics(
     axis.set(ylabel=st.LABELS[caption.quantity], xlim=(-0.6, N - 0.4))
     axis.grid(False, axis="x")
     legend = {name: Patch(color=color, label=name) for name, color in colors.items()}
-    title = f"{st.NAMES[caption.quantity].capitalize()}, mean ± std over {H} heads"
-    st.label_figure(figure, [axis], title, caption.about, legend=legend, x="Layer")
+    above = [int((other.mean(1) > middle.mean(1)).sum()) for other in (first, last)]
+    title = (
+        f"The first key frame is above the middle ones in {above[0]} of {N} layers, the last in {above[1]}"
+    )
+    note = f"bars: mean over {H} heads; lines: ± standard deviation"
+    st.label_figure(figure, [axis], title, caption.about, legend=legend, x="Layer", note=note)
     return figure
 
 
@@ -351,8 +401,15 @@ def layer_statistics(
 
 
 @st.styled
-def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *, of_paper=True) -> Figure:
-    """Draw frame 0's excess over the other context frames against the block of queries, a panel a head."""
+def first_by_block(blocks: Mapping[str, BlockPanel], title="", subtitle="", *, of_paper=True) -> Figure:
+    """Draw frame 0's excess over the other context frames against the block of queries, a panel a head.
+
+    The title counts the blocks in which frame 0 is above the others, unless one is given.
+    """
+    if not title:
+        count = max(len(block.starts) for block in blocks.values())
+        above = [f"{(block.measured > 0).sum()} of {count} ({head})" for head, block in blocks.items()]
+        title = f"Blocks of queries in which frame 0 is above the other past frames: {listed(above)}"
     x, y = "Middle query frame of the block (latent)", "Frame 0 − other context (logits)"
     if not st.has_room(len(blocks), same_scale=True):
         starts = next(iter(blocks.values())).starts
@@ -384,14 +441,14 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *,
     legend: dict[str, Artist] = {
         "measured": Patch(color="0.6", label="measured"),
         "shown": Patch(color=st.ORANGE, label=queries),
-        "predicted": Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="waves + s"),
+        "predicted": Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="waves of RoPE + s"),
     }
     st.label_figure(figure, axes, title, subtitle, y, legend, x)
     return figure
 
 
 @st.styled
-def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="") -> Figure:
+def curves_in_parts(parts: Mapping[str, PartsPanel], title="", subtitle="") -> Figure:
     """Draw context curves beside their waves, a panel a head, with its blocks of queries side by side.
 
     Names are "HEAD, queries A–B". A line shows what s adds to frame 0, and the rest follows.
@@ -400,6 +457,9 @@ def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="") ->
     for name, block in parts.items():
         head, _, queries = name.rpartition(", ")
         heads.setdefault(head, {})[queries] = block
+    if not title:
+        shares = [f"{percent(_explained(list(blocks.values())))} ({head})" for head, blocks in heads.items()]
+        title = f"Variance of the past's curves that RoPE's waves and s explain: {listed(shares)}"
     if not st.has_room(len(heads), same_scale=True, columns=1):
         return _parts_as_maps(heads, title, subtitle)
     figure, axes = st.panels(len(heads), columns=1, size=(7.0, 1.7), keep=True, same_scale=True)
@@ -428,11 +488,19 @@ def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="") ->
     legend: dict[str, Artist] = {
         "first": Patch(color=st.ORANGE, label="measured, frame 0"),
         "others": Patch(color=st.GREY, label="measured, other context"),
-        "waves": Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="waves"),
+        "waves": Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="waves of RoPE"),
         "s": Line2D([], [], color=st.RED, linewidth=2.5, label="s, at frame 0"),
     }
     st.label_figure(figure, axes, title, subtitle, "Mean logit", legend)
     return figure
+
+
+def _explained(blocks: Sequence[PartsPanel]) -> float:
+    """Return the share of the variance of curves that waves and s explain."""
+    measured = np.concatenate([block.measured for block in blocks])
+    forecast = np.concatenate([[block.waves[0] + block.s, *block.waves[1:]] for block in blocks])
+    total = ((measured - measured.mean()) ** 2).sum()
+    return float(1 - ((measured - forecast) ** 2).sum() / max(total, 1e-12))
 
 
 def _parts_as_maps(heads: Mapping[str, Mapping[str, PartsPanel]], title: str, subtitle: str) -> Figure:
@@ -513,6 +581,7 @@ def frame_maps(
     heads: Sequence[int | str] | None = None,
     keys: Sequence[str] | None = None,
     key_axis="frame",
+    title="",
 ) -> Figure:
     """Draw query × key frames of every head on one colour scale: matrices [H, rows, F + averages].
 
@@ -527,10 +596,11 @@ def frame_maps(
     H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - averages
     if heads is None:
         heads = range(H)
-    title = layer if isinstance(layer, str) else f"Layer {layer}"
+    name = layer if isinstance(layer, str) else f"Layer {layer}"
     if not isinstance(heads[0], str):
-        title += f", {H} heads" if H > 1 else f", head {heads[0]}"
-    title += f": {st.NAMES[caption.quantity]}, query × key frames"
+        name += f", {H} heads" if H > 1 else f", head {heads[0]}"
+    if not title:
+        title = f"{name}: {st.NAMES[caption.quantity]} of every query frame on every key frame"
     # 2. A cache of profiles alone: an empty panel says so
     if not np.isfinite(matrices).any():
         figure, (axis,) = st.panels(1, 1, size=(7.0, 1.0))
@@ -710,9 +780,14 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
     st.label_places(left.yaxis, range(H))
     st.color_bar(figure, image, [left, right], st.LABELS["mass"], mass)
     right.barh(np.arange(H), mass.sum(1), color=st.BLUE, height=0.8, linewidth=0)
-    right.set(xlabel="whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5), xticks=[0, 1])
+    right.set(xlabel="Whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5), xticks=[0, 1])
     right.grid(False, axis="y")
-    st.label_figure(figure, [], f"Layer {layer}: attention mass per prompt word", subtitle)
+    mean = mass.mean(0)
+    title = (
+        f"Layer {layer}: heads read “{words[mean.argmax()]}” most, with {percent(mean.max())} of their mass; "
+    )
+    title += f"the whole prompt gets {percent(mean.sum())}"
+    st.label_figure(figure, [], title, subtitle)
     return figure
 
 
@@ -734,7 +809,8 @@ def rope_bands(
         below.axvline(min(marked) - 0.5, linewidth=1.2, **DASHED)
     below.set_xlim(-0.5, F - 0.5)
     above.tick_params(labelbottom=False)
-    title = f"Layer {layer}, head {head}: mean logit by RoPE band"
+    most = names[int(np.nanstd(values, 0).argmax())]
+    title = f"Layer {layer}, head {head}: of RoPE's bands, “{most}” makes most of the curve"
     st.label_figure(figure, [below], title, caption.about, legend=legend)
     return figure
 
@@ -752,21 +828,23 @@ def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: 
     cells[frames == NO_SLOT] = to_rgba("white")
     axis.imshow(cells, interpolation="nearest", aspect="auto")
     # 2. Numbers where cells are wide enough
-    title += ": slots of the cache"
+    last = sorted({frame for frame in frames[-1].tolist() if frame >= 0})
+    title += f": the last block sees {len(last)} of {num_frames} frames, {ranges(last)}"
+    note = ""
     if figure.get_figwidth() - 1.2 >= 0.15 * slots:
-        title += "; numbers: temporal positions"
+        note = "numbers: temporal positions of RoPE"
         for block, slot in np.argwhere((frames != NO_SLOT) & (positions >= 0)).tolist():
             is_light = frames[block, slot] < 0 or frames[block, slot] > 0.6 * num_frames
             number = axis.text(slot, block, str(positions[block, slot]), gid="cell", fontsize=st.TINY)
             number.set(ha="center", va="center", color="black" if is_light else "white")
     st.label_places(axis.xaxis, range(slots))
     st.label_places(axis.yaxis, range(blocks))
-    axis.set_ylabel("Block")
+    axis.set_ylabel("Block of queries")
     axis.grid(False)
     st.color_bar(figure, colors, axis, "Latent frame")
     special = [name for code, name in SPECIAL.items() if code in frames]
     legend: dict[str, Artist] = {name: Patch(color=MARKS[name], label=name) for name in special}
-    st.label_figure(figure, [axis], title, subtitle, legend=legend, x="Slot of the cache")
+    st.label_figure(figure, [axis], title, subtitle, legend=legend, x="Slot of the cache", note=note)
     return figure
 
 
@@ -783,12 +861,20 @@ def last_block_attention(
         if position not in (MIXED, NO_SLOT):
             label += f"\n@{position}"
         labels.append(label)
-    names = ("Head", "Slot: frame @ temporal position", st.LABELS["mass"])
+    mean = np.nan_to_num(mass).mean(0)
+    most = int(frames[mean.argmax()])
+    slot = f"frame {most}" if most >= 0 else f"slot {mean.argmax()}"
+    title += f": heads read {slot} most, with {percent(mean.max())} of their mass"
+    names = ("Head", "Slot: f frame, tok chosen tokens, avg average, @ temporal position", st.LABELS["mass"])
     return st.one_heat_map(mass, title, subtitle, names, columns=labels, **st.color_scale(mass, "mass"))
 
 
 @st.styled
 def survival_map(kept: np.ndarray, title: str, subtitle="") -> Figure:
     """Draw kept [layers, F]: how much of each frame the last block still sees, layer by layer."""
+    whole, some = (kept == 1).all(0).sum(), (kept > 0).any(0).sum()
+    title += f": the last block sees {whole} of {kept.shape[1]} frames whole"
+    if some > whole:
+        title += f", {some - whole} in part"
     names = ("Layer", "Latent frame", "Share of its tokens kept")
     return st.one_heat_map(kept, title, subtitle, names, cmap="viridis", vmin=0, vmax=1)

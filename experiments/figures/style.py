@@ -911,7 +911,7 @@ def mean_bars(axis: Axes, values: np.ndarray, colors: Sequence[str], ddof=0, **s
 
     places, groups, _ = np.indices(values.shape)
     style |= {"native_scale": True, "saturation": 1, "linewidth": 0, "legend": False}
-    style |= {"err_kws": {"linewidth": 1.2, "color": DARK}, "errorbar": spread}
+    style |= {"err_kws": {"linewidth": 0.8, "color": "0.5"}, "errorbar": spread}
     seaborn().barplot(
         x=places.ravel(), y=values.ravel(), hue=groups.ravel(), palette=list(colors), ax=axis, **style
     )

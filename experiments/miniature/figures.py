@@ -3,10 +3,11 @@
     python experiments/miniature/figures.py
     python experiments/miniature/figures.py --layers cache/base/layer7.pt cache/causal/layer7.pt
     python experiments/miniature/figures.py --looks
+    python experiments/miniature/figures.py --policies --output_dir docs/policies
 
 The first draws the log in checkpoints/wan-mini/ and videos that are generated again; the second one layer of
-two layer caches; the third where heads and words of one video look, with an mp4. All write SVGs into
-notebooks/figures/.
+two layer caches; the third where heads and words of one video look, with an mp4; the fourth the slots of
+released cache policies. They write SVGs, into notebooks/figures/ if no folder is named.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,10 @@ from PIL import Image
 
 import experiments.figures.style as st
 from experiments import capture, load
-from experiments.analysis import video_maps
+from experiments.analysis import axes, video_maps
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
+from experiments.captured import policy_atlas
 from experiments.extraction import cache_builders
 from experiments.figures import heads, style
 from experiments.figures import video_maps as drawing
@@ -33,7 +35,7 @@ from experiments.miniature.evaluation import Miniature
 from experiments.running import cli
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import load_config
-from wan.files import read_json
+from wan.files import read_json, read_yaml
 
 STRIPS = {"one shape": 3, "two that cross": 1, "behind a wall": 2}  # captions shown: the first of each set
 STRIP_FRAMES = 7  # shown of 81, evenly
@@ -44,6 +46,9 @@ WORDS = ["circle", "red", "background"]
 HEADS_THAT_FOLLOW = 3  # drawn, of all
 QUERY_FRAME = 18  # whose patch looks
 LOOK_FRAMES = [0, 3, 6, 9, 12, 15, 18]
+POLICIES = ("self_forcing_window", "infinity_rope", "deep_sink", "deep_forcing")  # in configs/policies/
+POLICIES += ("reward_forcing", "memrope", "rolling_sink", "memflow")
+POLICY_FRAMES, POLICY_LAYER = 30, 2
 
 
 def run(argv=None):
@@ -51,6 +56,7 @@ def run(argv=None):
     flag = parser.add_argument
     flag("--layers", nargs=2, metavar=("BASE", "CAUSAL"), help="layer caches: draw base above causal")
     flag("--looks", action="store_true", help="draw where three heads look, and where words lie")
+    flag("--policies", action="store_true", help="draw the slots of cache policies (docs/policies.md)")
     flag("--output_dir", type=Path, default=Path("notebooks/figures"))
     flag("--overwrite", action="store_true", help="replace figures that were changed since")
     args = parser.parse_args(argv)
@@ -58,6 +64,8 @@ def run(argv=None):
         figures = looks(args.output_dir / "where_heads_look.mp4", args.overwrite)
     elif args.layers:
         figures = {"base_and_causal_mini": base_and_causal(*args.layers)}
+    elif args.policies:
+        figures = {name: policy_slots(name) for name in POLICIES}
     else:
         figures = {"videos_mini": videos(), "training_mini": training()}
     for name, figure in figures.items():
@@ -79,7 +87,11 @@ def base_and_causal(*paths: str) -> Figure:
     names = [f"{weights}, H{head}" for weights in both for head in shown]
     about = f"base, {base.pass_label}; causal, {causal.pass_label}; the heads that differ most"
     caption = replace(causal.caption, subtitle=about, highlighted_frames={})
-    return heads.frame_maps(matrices, range(base.num_frames), caption, layer=layer, heads=names)
+    largest = [float(np.nanmax(np.abs(matrix))) for matrix in both.values()]
+    title = (
+        f"Layer {layer}: logits reach {largest[0]:.0f} in the base model, {largest[1]:.0f} in the causal one"
+    )
+    return heads.frame_maps(matrices, range(base.num_frames), caption, layer=layer, heads=names, title=title)
 
 
 def looks(movie: Path, overwrite: bool) -> dict[str, Figure]:
@@ -173,6 +185,14 @@ def videos() -> Figure:
         f"{len(captions)} held-out captions: the rendered scene, the causal model in 4 steps, the base model"
     )
     return video_strips(captions, strips, title, "wan-mini")
+
+
+def policy_slots(name: str) -> Figure:
+    """Draw which frames the slots of the cache hold at every block, under a policy of configs/policies/."""
+    config, policy = "configs/wan_mini.yaml", read_yaml(f"configs/policies/{name}.yaml")
+    atlas = policy_atlas(config, policy, POLICY_FRAMES)
+    slots = axes.slots_of(atlas, POLICY_LAYER)
+    return heads.slot_map(*slots, POLICY_FRAMES, name, open_profiles(atlas).caption.source)
 
 
 def training() -> Figure:

@@ -270,7 +270,7 @@ def test_bars_curve_maximum_and_reference():
     values[7] = 9
     bars = figures.head_curves([HeadPanel("x", 0, 2, values, None)], CAPTION).axes[0]
     np.testing.assert_allclose([bar.get_height() for bar in bars.containers[0]], values)
-    assert [text.get_text() for text in bars.texts] == ["max@7: 9"]
+    assert [text.get_text() for text in bars.texts] == ["frame 7: 9"]
     curve = np.arange(21 * 6, dtype=float)  # 6 tokens per frame: frame k covers k - 1/2 .. k + 1/2
     reference, clipped = np.linspace(-3, 9, 21), np.arange(21) == 20
     panel = HeadPanel("x", 0, 2, values, curve, reference, clipped, "r = 0.500, RMS 1.00 over frames 0–1")
@@ -322,7 +322,7 @@ def test_a_notebook_shows_a_figure_as_it_is_saved(tmp_path, monkeypatch):
     figure._ipython_display_()
     saved = style.save_svg(figure, tmp_path / "f.svg").read_text()
     (box,) = re.findall(r'viewBox="[^"]*"', saved)
-    assert "the title" in shown[0] and box in shown[0]
+    assert "the title: the last block sees" in shown[0] and box in shown[0]
 
 
 def test_a_folder_of_figures_says_what_they_are_of(tmp_path):
@@ -378,3 +378,25 @@ def test_titles_say_what_the_numbers_are():
     total = np.array([0.0, 0.5, 0.2])
     title = title_of(figures.effects_by_frame({"total": total, "floor": total / 1e6}, subtitle=""))
     assert title == "The edit changes frame 1 most, by 0.5 of the way to another seed"
+
+
+def test_titles_of_heads_are_computed_from_their_curves():
+    one, other = np.array([0.0, 3.0, 1.0, 0.0]), np.array([5.0, 3.0, 1.0, 0.0])
+    caption = Caption("mean_logit", "a pass", {"own block (noise)": (2, 3)})
+    panels = [HeadPanel(f"L1H{n}", 1, n, curve, None) for n, curve in enumerate((one, other))]
+    assert title_of(figures.head_curves(panels, caption)) == "Highest: L1H0 on frame 1, L1H1 on frame 0"
+    grid = figures.head_grid(np.stack([one, other, one[::-1]]), "abc", caption, layer=1)
+    said = "Layer 1: 1 of 3 heads are highest in frame 0, 1 in the own block; scales differ"
+    assert title_of(grid) == said
+    masses = np.array([[[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]])  # [layers, heads, frames]
+    line = figures.layer_comparison(masses, [0], Caption("mass", "a pass")).axes[0].lines[0]
+    np.testing.assert_array_equal(line.get_ydata(), [0.0, 1.0])  # the median, in the middle 80 % of heads
+    frames = np.array([[0, 1, -9], [0, 1, 2]])
+    assert title_of(figures.slot_map(frames, frames, 4, "window")) == (
+        "window: the last block sees 3 of 4 frames, 0–2"
+    )
+    kept = np.array([[1.0, 0.5, 0.0], [1.0, 0.0, 0.0]])
+    said = "window: the last block sees 1 of 3 frames whole, 1 in part"
+    assert title_of(figures.survival_map(kept, "window")) == said
+    words = figures.prompt_words(np.array([[0.1, 0.3], [0.1, 0.1]]), ["a", "circle"], layer=3, subtitle="")
+    assert "heads read “circle” most, with 20 % of their mass; the whole prompt gets 30 %" in title_of(words)

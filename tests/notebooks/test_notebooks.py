@@ -159,7 +159,7 @@ def test_probabilities_of_a_window_of_logits_and_of_an_atlas(tmp_path):
     tokens = cache["attention_weights"][3]["attn_weights"][0, 2].double()  # [15, 30]
     frames = tokens.mean(0).unflatten(0, (6, 5)).mean(1)
     high = [0, 4, 5, 6, 7, 8][frames.argmax()]
-    assert f"max@{high}: {frames.max():.3g}" in drawn["figure4_reproduction.svg"]
+    assert f"frame {high}: {frames.max():.3g}" in drawn["figure4_reproduction.svg"]
     of_heads = printed.split("(max")[1]  # the table of calls comes first
     assert float(row_of(of_heads, "2")[1]) == pytest.approx(float(frames[0]), abs=1e-4)
     assert row_of(printed, "3", "5")[2:] == ["clean", "(t", "=", "0)", "6–8", "0,", "4–8"]

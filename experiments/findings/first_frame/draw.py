@@ -39,12 +39,16 @@ def run(argv=None):
     panels, _ = choose_heads(view, published.FIGURE4_HEADS)
     blocks, _ = rope_waves.panels_of_view(view, panels)
     about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
-    by_block = figures.first_by_block(blocks, "Frame 0 by block of queries", about)
+    by_block = figures.first_by_block(blocks, subtitle=about)
     print(figures.save_figure(by_block, folder / "first_frame_by_block.svg", overwrite=args.overwrite))
     # 3. What 21 frames of the other prompt say of them
-    forecast = figures.first_by_block(
-        forecasts(), "Frame 0 by block of queries, predicted", f"{about}; waves and s of 21 frames of castle"
-    )
+    predicted = forecasts()
+    agreement = [
+        f"r = {np.corrcoef(panel.measured, panel.predicted)[0, 1]:.2f} ({head})"
+        for head, panel in predicted.items()
+    ]
+    title = f"21 frames of another prompt predict frame 0 at every block: {', '.join(agreement)}"
+    forecast = figures.first_by_block(predicted, title, f"{about}; waves and s are fitted to castle")
     print(figures.save_figure(forecast, folder / "sink_forecast.svg", overwrite=args.overwrite))
     # 4. Heads of both prompts that put frame 0 first at four blocks in a row
     print(table(steady_heads()))
