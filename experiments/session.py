@@ -9,6 +9,8 @@ its Run into a cache. captured.py looks inside: capture, compare, x0_lens.
 """
 
 import hashlib
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +18,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
@@ -28,7 +29,7 @@ from experiments import memory, progress
 from experiments import runs as rollouts
 from experiments.analysis import prompt_words
 from experiments.caches import formats
-from experiments.caches.files import RunError
+from experiments.caches.files import Record, RunError
 from experiments.caches.titles import conditions_of
 from experiments.configs import find_config, policy_settings
 from experiments.extraction import video
@@ -328,41 +329,7 @@ class Session(AnySession):
             policy_of(config)  # refuses other blocks or prompts than its policy knows
         if isinstance(first_frames, str | Path):
             base, first_frames = replace(base, first_frames=str(first_frames)), None
-        if isinstance(prompt, Mapping) or not isinstance(prompt, str | Iterable | None):
-            raise errors.ConfigError(
-                f"a prompt is a text, and several are a list of texts, not {errors.short_repr(prompt)}"
-            )
-        is_batch = seeds is not None or not isinstance(prompt, str | None)
-        prompts: list[str | Sequence[str] | None]
-        if prompt is None or isinstance(prompt, str):
-            prompts = [prompt]
-        else:
-            prompts = [*prompt]
-        chosen = [seed] if seeds is None else list(seeds)
-        if product:
-            prompts, chosen = [p for p in prompts for _ in chosen], chosen * len(prompts)
-        count = max(len(prompts), len(chosen))
-        if (
-            not count
-            or not {len(prompts), len(chosen)} <= {1, count}
-            or (seeds is not None and seed is not None)
-        ):
-            raise errors.ConfigError(
-                f"{len(prompts)} prompts and {len(chosen)} seeds: one for each, one for all, or product=True"
-            )
-        configs = []
-        for number in range(count):
-            text, own = prompts[number % len(prompts)], chosen[number % len(chosen)]
-            given: dict[str, Any] = {"seed": own} | prompt_settings(text, base)
-            # A file of states names its prompt, which umT5 is not asked for
-            if base.prompt_embeds:
-                given["prompt"] = with_given_prompt(base, given["prompt"])
-            settings = {name: value for name, value in given.items() if value is not None}
-            if seeds is not None:
-                settings["seed"] = own  # None in a list is no seed
-            configs.append(replace(base, **settings))
-            if configs[-1].prompt_schedule != base.prompt_schedule:
-                policy_of(configs[-1])
+        configs = batch_configs(base, prompt, seed, seeds, product)
         # 2. Load the model, and roll out under the eyes of who captures this session.
         observer = observer or progress.Progress(quiet)
         captures = next(iter(self.captures()), None)
@@ -371,8 +338,8 @@ class Session(AnySession):
         if captures is not None:
             requests = captures.requests
         self.prepare(requests, observer=observer, config=configs[0])
-        for each in configs:
-            self.require_loaded(each)
+        for video_config in configs:
+            self.require_loaded(video_config)
         if captures is not None:
             requests = captures.requests_of(partial(self.numbers_of, configs))
 
@@ -390,9 +357,14 @@ class Session(AnySession):
             finally:
                 rollouts.ROLLING.reset(token)
 
-        by_value = first_frames is not None
-        runs = captures.roll_out(self, configs, make, by_value) if captures else make(nullcontext())
-        return runs if is_batch else runs[0]
+        if captures is not None:
+            runs = captures.roll_out(self, configs, make, first_frames is not None)
+        else:
+            runs = make(nullcontext())
+        # 3. One run, unless prompts or seeds were a list.
+        if seeds is None and isinstance(prompt, str | None):
+            return runs[0]
+        return runs
 
     def numbers_of(self, configs: Sequence[RunConfig], words: Sequence[str]) -> prompt_words.Numbers:
         """Return the numbers of the words' tokens in each video's prompt.
@@ -504,7 +476,7 @@ class Session(AnySession):
         if config.sampler == "rolling_forcing":
             about |= {"schema_version": 2, "rolling_timesteps": pipeline.timesteps}
         if latents.shape[1] < config.num_frames:
-            done = [0, *accumulate(config.block_sizes)].index(latents.shape[1])
+            done = [0, *itertools.accumulate(config.block_sizes)].index(latents.shape[1])
             about |= {"partial": True, "blocks_done": done}
             stopped = f"{done} of {len(config.block_sizes)} blocks"
         # 6. A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w].
@@ -775,8 +747,58 @@ class PromptTexts:
         return self.encoded[prompt]
 
 
-def prompt_settings(prompts: str | Sequence[str] | None, config: RunConfig) -> dict[str, Any]:
-    """Return the settings of a video's prompt, or of one for each of its blocks."""
+def batch_configs(
+    base: RunConfig,
+    prompt: str | Sequence[str | Sequence[str]] | None,
+    seed: int | None,
+    seeds: Sequence[int] | None,
+    product: bool,
+) -> list[RunConfig]:
+    """Return the config of each video of a batch (Session.generate says what prompt, seed and seeds are).
+
+    ConfigError where prompts and seeds do not fit together, or a prompt is no text.
+    """
+    # 1. Prompts and seeds: one for each video, or one for all.
+    if isinstance(prompt, Mapping) or not isinstance(prompt, str | Iterable | None):
+        raise errors.ConfigError(
+            f"a prompt is a text, and several are a list of texts, not {errors.short_repr(prompt)}"
+        )
+    prompts: list[str | Sequence[str] | None]
+    if prompt is None or isinstance(prompt, str):
+        prompts = [prompt]
+    else:
+        prompts = list(prompt)
+    video_seeds: list[int | None] = [seed]
+    if seeds is not None:
+        video_seeds = list(seeds)
+    if product:
+        pairs = list(itertools.product(prompts, video_seeds))
+        prompts, video_seeds = [text for text, _ in pairs], [number for _, number in pairs]
+    count = max(len(prompts), len(video_seeds))
+    fits = count > 0 and {len(prompts), len(video_seeds)} <= {1, count}
+    if not fits or (seeds is not None and seed is not None):
+        raise errors.ConfigError(
+            f"{len(prompts)} prompts and {len(video_seeds)} seeds: one for each, one for all, or product=True"
+        )
+    # 2. What each video has in place of the base's settings.
+    configs = []
+    for number in range(count):
+        settings = prompt_settings(prompts[number % len(prompts)], base)
+        if base.prompt_embeds:  # a file of states names its prompt, which umT5 is not asked for
+            settings["prompt"] = with_given_prompt(base, settings.get("prompt"))
+        if seed is not None or seeds is not None:
+            settings["seed"] = video_seeds[number % len(video_seeds)]
+        config = replace(base, **settings)
+        if config.prompt_schedule != base.prompt_schedule:
+            policy_of(config)  # refuses a schedule that it does not know
+        configs.append(config)
+    return configs
+
+
+def prompt_settings(prompts: str | Sequence[str] | None, config: RunConfig) -> Record:
+    """Return the settings of a video's prompt, or of one for each of its blocks; none for the config's."""
+    if prompts is None:
+        return {}
     if not isinstance(prompts, list | tuple):
         return {"prompt": prompts}
     starts = [frames.start for frames in block_ranges(config.block_sizes)]
@@ -789,6 +811,10 @@ def prompt_settings(prompts: str | Sequence[str] | None, config: RunConfig) -> d
 
 
 # --- Numbers are checked before they are kept, once a block or step
+NO_SUMS = ("attended", "map_queries")  # captured values that are no numbers of a softmax
+Kind = tuple[str, torch.Size, torch.dtype]  # name, shape and dtype of captured values
+
+
 def check_numbers(
     model: WanModel, latents: Tensor, place: str, calls: Sequence[capture.CapturedCall] = ()
 ) -> None:
@@ -796,6 +822,7 @@ def check_numbers(
 
     And for captured numbers that cannot be right, naming layer, block and pass.
     """
+    # 1. The latents.
     if not latents.isfinite().all():
         remedy = REMEDY
         for name, weight in model.named_parameters():
@@ -803,44 +830,69 @@ def check_numbers(
                 remedy = f"nor is the weight {name}: get the file of the weights again"
                 break
         raise RunError(f"{place}: the latents are not finite, {remedy}")
-    # 1. Mostly all is right, which a few steps show: small values of one shape are checked at once.
-    alike: dict[tuple[str, torch.Size, torch.dtype], list[Tensor]] = {}
+    # 2. What was captured: what is large, or not right everywhere, is looked at one by one.
+    right = kinds_that_are_right(calls)
+    for call in calls:
+        for name, values in call.values.items():
+            if name not in NO_SUMS and (name, values.shape, values.dtype) not in right:
+                check_captured(call, name, values)
+
+
+def is_mass(name: str) -> bool:
+    """Return whether captured values of a name are shares, whose rows sum to 1."""
+    return name.endswith("_mass") or name == "token_probabilities"
+
+
+def kinds_that_are_right(calls: Sequence[capture.CapturedCall]) -> set[Kind]:
+    """Return the kinds of small values that are right in all calls: they are checked together."""
+    by_kind = defaultdict[Kind, list[Tensor]](list)
     for call in calls:
         for name, values in call.values.items():
             if values.numel() <= capture.SMALL and name != "map_mass":
-                alike.setdefault((name, values.shape, values.dtype), []).append(values)
+                by_kind[name, values.shape, values.dtype].append(values)
     right = set()
-    for kind, small in alike.items():
-        together = torch.stack(small).float()
-        is_mass = kind[0].endswith("_mass") or kind[0] == "token_probabilities"
-        adds_up = not is_mass or bool(((together.sum(-1) - 1).abs() <= formats.MASS_TOLERANCE).all())
-        if adds_up and together.isfinite().all():
+    for kind, alike in by_kind.items():
+        values = torch.stack(alike).float()
+        adds_up = True
+        if is_mass(kind[0]):
+            adds_up = bool(((values.sum(-1) - 1).abs() <= formats.MASS_TOLERANCE).all())
+        if adds_up and values.isfinite().all():
             right.add(kind)
-    # 2. What is large, or not right everywhere, is looked at one by one.
-    for call in calls:
-        block, step = (call.at.block, call.at.step) if call.at else (None, None)
-        where = f"layer {call.site.layer}, block {block}, step {step}: "
-        for name, values in call.values.items():
-            if name in ("attended", "map_queries") or (name, values.shape, values.dtype) in right:
-                continue
-            # Policies by head show heads different frames: whole columns of [B, H, Fq, Fk] are NaN
-            heads_differ = False
-            if name.startswith("frame_") and values.ndim == 4 and (missing := values.isnan()).any():
-                heads_differ = not missing.all() and torch.equal(missing.any(2), missing.all(2))
-            left_out = "attended" in call.values and not name.endswith("_mass")  # by an intervention: NaN
-            wrong = values.isinf().any() if left_out else not all(x.isfinite() for x in values.aminmax())
-            if wrong and not heads_differ:
-                half = values.dtype == torch.float16
-                remedy = " in float16; --capture probabilities keeps float32" if half else f"; {REMEDY}"
-                raise RunError(f"{where}{name} is not finite{remedy}")
-            if name == "frame_mass" and ("slot_mass" in call.values or heads_differ):
-                continue  # averages of frames are of no frame
-            if name.endswith("_mass") or name == "token_probabilities":
-                # Maps keep mass times the tokens of a frame
-                unit = call.layout.tokens_per_slot if name == "map_mass" and call.layout else 1
-                off = (values.sum(-1, dtype=torch.float32) / unit - 1).abs().max().item()
-                if off > formats.MASS_TOLERANCE:
-                    raise RunError(f"{where}rows of {name} sum to 1 ± {off:.2g}, not to 1")
+    return right
+
+
+def check_captured(call: capture.CapturedCall, name: str, values: Tensor) -> None:
+    """Raise RunError for captured values that are not finite, or shares whose rows do not sum to 1."""
+    block, step = None, None
+    if call.at is not None:
+        block, step = call.at.block, call.at.step
+    where = f"layer {call.site.layer}, block {block}, step {step}: "
+    # 1. Policies by head show heads different frames: whole columns of [B, H, Fq, Fk] are NaN.
+    heads_differ = False
+    if name.startswith("frame_") and values.ndim == 4:
+        missing = values.isnan()
+        if missing.any() and not missing.all():
+            heads_differ = torch.equal(missing.any(2), missing.all(2))
+    # 2. Finite numbers; what an intervention left out is NaN.
+    if "attended" in call.values and not name.endswith("_mass"):
+        is_finite = not values.isinf().any()
+    else:
+        is_finite = all(extreme.isfinite() for extreme in values.aminmax())
+    if not is_finite and not heads_differ:
+        remedy = f"; {REMEDY}"
+        if values.dtype == torch.float16:
+            remedy = " in float16; --capture probabilities keeps float32"
+        raise RunError(f"{where}{name} is not finite{remedy}")
+    # 3. Sums. Averages of evicted frames are of no frame: with them a row of frames has less than 1.
+    has_other_keys = name == "frame_mass" and ("slot_mass" in call.values or heads_differ)
+    if not is_mass(name) or has_other_keys:
+        return
+    total = 1
+    if name == "map_mass" and call.layout:  # maps keep mass times the tokens of a frame
+        total = call.layout.tokens_per_slot
+    error = (values.sum(-1, dtype=torch.float32) / total - 1).abs().max().item()
+    if error > formats.MASS_TOLERANCE:
+        raise RunError(f"{where}rows of {name} sum to 1 ± {error:.2g}, not to 1")
 
 
 # --- Loading
