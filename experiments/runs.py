@@ -260,7 +260,7 @@ class Run:
         return PassTag(step, self.pass_timesteps[step], step == len(self.pass_timesteps) - 1)
 
     @cached_property
-    def _calls(self) -> dict[tuple[str, int, int], list[CapturedCall]]:
+    def _calls(self) -> dict[tuple[str, int, int | None], list[CapturedCall]]:
         """The calls of every quantity, layer and step, in block order."""
         calls = defaultdict(list)
         # Records come in the order of the rollout, so that calls of a pass are in block order.
@@ -279,7 +279,7 @@ class Run:
         """Names of what was captured: frame_logits, key_curve, token_logits and so on."""
         return {name for name, _, _ in self._calls}
 
-    def captured(self, name: str, layer: int, step: int) -> list[CapturedCall]:
+    def captured(self, name: str, layer: int, step: int | None) -> list[CapturedCall]:
         """Return the calls of one layer and pass that hold a quantity. RunError where there is none."""
         self.require_gathered()
         if (name, layer, step) not in self._calls:
@@ -294,7 +294,7 @@ class Run:
                 "captured: look at it there"
             )
 
-    def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
+    def frame_matrix(self, name: str, layer: int, step: int | None) -> Tensor:
         """Assemble frame_logits, also from token logits, or frame_mass of all blocks [H, F, F]."""
         S, num_frames, pieces = self.common["frame_seq_length"], self.config.num_frames, []
         from_tokens = name == "frame_logits" and "token_logits" in self.quantities
@@ -315,11 +315,11 @@ class Run:
         """Return the run as if only one branch of guidance had been captured."""
         return replace(self, records=[call for call in self.records if call["branch"] == branch])
 
-    def query_rows(self, name: str, layer: int, step: int) -> Tensor:
+    def query_rows(self, name: str, layer: int, step: int | None) -> Tensor:
         """Put a quantity per query frame of all blocks together [H, F, ...], NaN for unreached frames."""
         calls = self.captured(name, layer, step)
         return frames.rows_of(((c["query_frames"], c.values[name][0]) for c in calls), self.config.num_frames)
 
-    def frame_matrices(self, name: str, layers: Sequence[int], steps: Sequence[int]) -> Tensor:
+    def frame_matrices(self, name: str, layers: Sequence[int], steps: Sequence[int | None]) -> Tensor:
         """Stack frame_matrix of some layers and steps -> [layers, steps, H, F, F]."""
         return frames.stack(lambda layer, step: self.frame_matrix(name, layer, step), layers, steps)

@@ -84,7 +84,7 @@ def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_
     return matrix
 
 
-def stack(value: Callable[..., Tensor], rows: Iterable[int], columns: Iterable[int]) -> Tensor:
+def stack(value: Callable[..., Tensor], rows: Iterable[int], columns: Iterable[int | None]) -> Tensor:
     """Stack value(row, column), of layers and steps for example -> [rows, columns, ...]."""
     return torch.stack([torch.stack([value(row, column) for column in columns]) for row in rows])
 

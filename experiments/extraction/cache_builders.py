@@ -694,57 +694,65 @@ def bidirectional_atlas(run: Run, branch: str | None = None, **chosen: Any) -> d
     several that one atlas cannot hold: chunks of frames that overlap, several forwards at a step. RunError
     where calls are left that nothing tells apart.
     """
-    # 1. The branch, and what else is chosen.
-    for name in chosen:
-        errors.require_known(name, ("block", "evaluation", "model"), "an atlas is chosen by no {}")
-    branches = list(dict.fromkeys(call.at.branch for call in run.records if call.at))
-    if branch is None and "cond" not in branches and len(branches) == 1:
-        [branch] = branches
-    elif branch is None:
-        branch = "cond"
-    files.require_held("branch", branch, branches, "what was captured", files.RunError)
-    run = run.of_branch(branch)
-    for name, value in chosen.items():
-        files.require_held(
-            name, value, list(dict.fromkeys(call[name] for call in run.records)), "this run", files.RunError
-        )
-        run = replace(run, records=[call for call in run.records if call[name] == value])
+    run, branch = _chosen_part(run, branch, chosen)
     calls = [call for call in run.records if "frame_logits" in call.values and call.at]
     if not calls:
         raise files.RunError('an atlas needs frames: capture granularity="frame", of self-attention')
-    # 2. Its passes, in which no two calls of a layer have the same query frames.
+    # 1. Its passes, in which no two calls of a layer have the same query frames.
     places = [(call.site.layer, call["step"], frame) for call in calls for frame in call["query_frames"]]
-    if len({*places}) < len(places):
+    if len(set(places)) < len(places):
         raise files.RunError(_what_differs(calls))
-    timesteps = {call["step"]: call["timestep"] for call in calls}
-    clean = {call["step"]: call["is_clean_pass"] for call in calls}
-    steps: list[Any] = sorted(timesteps, key=lambda step: step or 0)
+    by_step: dict[int | None, capture.CapturedCall] = {call["step"]: call for call in calls}
+    steps: list[int | None] = []
+    if None in by_step:  # nobody told the step of a forward
+        steps.append(None)
+    steps += sorted(step for step in by_step if step is not None)
     layers = sorted({call.site.layer for call in calls})
-    atlas: dict[str, Any] = {
+    atlas: files.Record = {
         "format": "atlas",
         "is_logits": True,
         "layers": layers,
-        "pass_timesteps": [float(timesteps[step]) for step in steps],
-        "pass_is_clean": [clean[step] for step in steps],
+        "pass_timesteps": [float(by_step[step]["timestep"]) for step in steps],
+        "pass_is_clean": [by_step[step]["is_clean_pass"] for step in steps],
     }
     if branch is not None:
         atlas["branch"] = branch
     if steps != [None]:
         atlas["pass_steps"] = steps
-    # 3. What was kept of each call, [layers, passes, H, F, ...].
+    # 2. What was kept of each call, [layers, passes, H, F, ...].
+    in_all_calls = set.intersection(*(set(call.values) for call in calls))
     for name in ("frame_logits", "frame_mass", "frame_logits_by_band", "attended"):
-        if all(name in call.values for call in calls):
+        if name in in_all_calls:
             atlas[name] = run.frame_matrices(name, layers, steps)
     if "attended" in atlas:
         atlas["attended"] = atlas["attended"] == 1
-    widths = {call.values["condition_mass"].shape[-1] for call in calls if "condition_mass" in call.values}
-    if len(widths) == 1 and all("condition_mass" in call.values for call in calls):
-        atlas["condition_mass"] = stack(lambda *at: run.query_rows("condition_mass", *at), layers, steps)
+    if "condition_mass" in in_all_calls:
+        widths = {call.values["condition_mass"].shape[-1] for call in calls}
+        if len(widths) == 1:  # passes of other texts make no tensor
+            atlas["condition_mass"] = stack(partial(run.query_rows, "condition_mass"), layers, steps)
     words = len(run.prompt_tokens)
     if "cross_mass" in run.quantities and branch != "uncond" and words:
-        rows = stack(lambda *at: run.query_rows("cross_mass", *at), layers, steps)
+        rows = stack(partial(run.query_rows, "cross_mass"), layers, steps)
         atlas |= {"cross_mass": rows[..., :words], "cross_tokens": run.prompt_tokens}
     return run.common | atlas
+
+
+def _chosen_part(run: Run, branch: str | None, chosen: Mapping[str, object]) -> tuple[Run, str | None]:
+    """Return a run as if a branch of guidance alone, and a block or so, had been captured; and the branch."""
+    for name in chosen:
+        errors.require_known(name, ("block", "evaluation", "model"), "an atlas is chosen by no {}")
+    branches = list(dict.fromkeys(call.at.branch for call in run.records if call.at))
+    if branch is None:
+        branch = "cond"
+        if "cond" not in branches and len(branches) == 1:
+            branch = branches[0]
+    files.require_held("branch", branch, branches, "what was captured", files.RunError)
+    run = run.of_branch(branch)
+    for name, value in chosen.items():
+        values = list(dict.fromkeys(call[name] for call in run.records))
+        files.require_held(name, value, values, "this run", files.RunError)
+        run = replace(run, records=[call for call in run.records if call[name] == value])
+    return run, branch
 
 
 def _what_differs(calls: Sequence[capture.CapturedCall]) -> str:

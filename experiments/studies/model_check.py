@@ -5,7 +5,7 @@ How surely the verdict is told was measured on models with one thing wrong (docs
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from experiments.analysis.panels import table
 from experiments.analysis.taxonomy import agreement
 from experiments.caches import load_cache, outputs
 from experiments.caches.files import RunError
-from experiments.caches.view import open_profiles
+from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import cache_builders
 from experiments.figures import heads
 from experiments.figures.style import save_figure
@@ -136,92 +136,149 @@ def compare(
 
 
 # --- The check
+@dataclass(frozen=True)
+class Reference:
+    """A published atlas, or one of the user's, and the settings of the run that is compared with it."""
+
+    title: str
+    view: Profiles
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The runs of all references under one noise."""
+
+    noise: str
+    logits: list[np.ndarray]  # [layers, H, F, F] of each run
+    agreements: list[HeadAgreement]
+
+    @property
+    def median_r(self) -> float:
+        """How near the farther video is."""
+        return min(agreement.median_r for agreement in self.agreements)
+
+
 def check(args: argparse.Namespace, config: RunConfig) -> None:
     """Print how the heads agree with the references, draw it, and say the verdict. RunError for wrong."""
-    # 1. Read the references, and make each one's run from this config.
+    outputs.require_replaceable(
+        args.output_path, outputs.marked(args.output_path), outputs.marked_contents, args.overwrite
+    )
+    references, noises = read_references(args, config)
+    best = closest_attempt(args, references, noises)
+    print_heads(references, best)
+    says = verdict(best.agreements)
+    titles = [reference.title for reference in references]
+    figure = heads.heads_by_agreement(
+        {title: item.r.ravel() for title, item in zip(titles, best.agreements, strict=True)},
+        worst_heads(references, best),
+        f"{config.model}, noise {best.noise}: {says}",
+    )
+    print(save_figure(figure, args.output_path, overwrite=True))
+    names = ", ".join(titles)
+    if not args.reference:
+        names = f"the published runs ({names})"
+    meaning = MEANING[says].format(names)
+    if says == VERDICTS[2]:
+        raise RunError(f"{config.model} is wrong: {meaning}")
+    print(f"{config.model} {says}: {meaning}")
+
+
+def read_references(args: argparse.Namespace, config: RunConfig) -> tuple[list[Reference], Sequence[str]]:
+    """Return the references, and the noises that their runs may have had. ConfigError for other models'."""
+    # 1. The files: the user's, or those that are published.
     if not args.reference and config.model not in PUBLISHED:
         raise ConfigError(
             f"no published curves exist for {config.model}; name an atlas of this model by --reference"
         )
-    outputs.require_replaceable(
-        args.output_path, outputs.marked(args.output_path), outputs.marked_contents, args.overwrite
-    )
-    config = replace(config, num_frames=args.frames)
     names = [f"self_forcing_dmd_{name}_{args.frames}f.pt" for name in ("eagle", "castle")]
-    paths = [Path(path) for path in args.reference or [published.path_of(name) for name in names]]
+    paths = [published.path_of(name) for name in names]
+    if args.reference:
+        paths = [Path(path) for path in args.reference]
     caches = [load_cache(path, expect=("atlas",)) for path in paths]
-    views = [open_profiles(cache) for cache in caches]
-    for path, view in zip(paths, views, strict=True):
+    # 2. Each one's run, from this config.
+    references = []
+    for path, cache in zip(paths, caches, strict=True):
+        view = open_profiles(cache)
         if view.model != config.model or view.quantity != "mean_logit":
             raise ConfigError(
                 f"{path} holds {view.quantity} of {view.model}, not mean logits of {config.model}; "
                 "name an atlas of this model by --reference"
             )
-
-    # Noise on a GPU depends on the card. The published log does not say for sure which one it was.
-    configured = [cache.get("config", {}).get("noise", "seeded") for cache in caches]
-    noises = TRIED if all(cache["weights"] == "published" for cache in caches) else configured[:1]
+        of_run = replace(config, prompt=cache["prompt"], seed=cache["seed"], num_frames=cache["num_frames"])
+        references.append(Reference(path.stem.removeprefix("self_forcing_dmd_"), view, of_run))
+    # 3. Noise on a GPU depends on the card. The published log does not say for sure which one it was.
     if config.noise != "seeded":
-        noises = (config.noise,)
-    configs = [
-        replace(config, prompt=cache["prompt"], seed=cache["seed"], num_frames=cache["num_frames"])
-        for cache in caches
-    ]
-    largest = max(configs, key=lambda item: item.num_frames)
+        return references, (config.noise,)
+    if all(cache["weights"] == "published" for cache in caches):
+        return references, TRIED
+    return references, (caches[0].get("config", {}).get("noise", "seeded"),)
+
+
+def closest_attempt(
+    args: argparse.Namespace, references: Sequence[Reference], noises: Sequence[str]
+) -> Attempt:
+    """Generate the videos of the references under one noise after another, until the heads agree."""
+    configs = [reference.config for reference in references]
+    largest = max(configs, key=lambda config: config.num_frames)
     requests = cache_builders.atlas_requests(largest, mass=False, key_curve=False, cross=False)
-
-    # 2. Generate the same videos, under one noise after another until the heads agree.
-    def closest(agreements: list[HeadAgreement]) -> float:
-        """Return how near the farther video is."""
-        return min(agreement.median_r for agreement in agreements)
-
-    best: list[HeadAgreement] = []
-    best_logits, best_noise = [], ""
+    best: Attempt | None = None
     with observed(args) as watch:
-        session = load(largest).prepare(requests, [item.prompt for item in configs], watch)
+        session = load(largest).prepare(requests, [config.prompt for config in configs], watch)
         for noise in noises:
-            results, logits = [], []
-            for item, view in zip(configs, views, strict=True):
-                with_noise = replace(item, noise=noise)  # type: ignore[arg-type]  # checked by RunConfig
-                run = session.generate(config=with_noise, requests=requests, observer=watch)
+            attempt = Attempt(noise, [], [])
+            for reference in references:
+                view = reference.view
+                config = replace(reference.config, noise=noise)  # type: ignore[arg-type]  # RunConfig checks
+                run = session.generate(config=config, requests=requests, observer=watch)
                 if run.stopped:
                     raise RunError(f"stopped after {run.stopped}: nothing was compared")
-                ours = first_frame.matrices(open_profiles(cache_builders.atlas_cache(run)))
-                logits.append(ours)
+                logits = first_frame.matrices(open_profiles(cache_builders.atlas_cache(run)))
                 waves = rope_waves.fitted_frequencies(view, view.num_frames - view.block_sizes[-1])
-                references = view.profiles(), view.frame_matrices()
-                results.append(compare(ours, *references, view.block_sizes, waves))
-            if not best or closest(results) > closest(best):
-                best, best_logits, best_noise = results, logits, noise
-            watch.print(f"noise {noise}: median r {closest(results):.3f}")
-            # The right noise is found: no other one is tried.
-            if verdict(best) == VERDICTS[0]:
+                compared = compare(
+                    ours=logits,
+                    curves=view.profiles(),
+                    matrix=view.frame_matrices(),
+                    block_sizes=view.block_sizes,
+                    frequencies=waves,
+                )
+                attempt.logits.append(logits)
+                attempt.agreements.append(compared)
+            if best is None or attempt.median_r > best.median_r:
+                best = attempt
+            watch.print(f"noise {noise}: median r {attempt.median_r:.3f}")
+            if verdict(best.agreements) == VERDICTS[0]:  # the right noise is found: no other one is tried
                 break
+    assert best is not None
+    return best
 
-    # 3. Print the table, draw r of all heads beside the curves of the worst, and say the verdict.
-    titles = [path.stem.removeprefix("self_forcing_dmd_") for path in paths]
-    compared = dict(zip(titles, best, strict=True))
-    columns = {name: item.numbers() for name, item in compared.items()}
-    shown = [{"": row} | {name: of[row] for name, of in columns.items()} for row in best[0].numbers()]
+
+def print_heads(references: Sequence[Reference], attempt: Attempt) -> None:
+    """Print the table of what was measured, a column for each reference, and r of Figure 4's heads."""
+    compared = {reference.title: item for reference, item in zip(references, attempt.agreements, strict=True)}
+    columns = {title: item.numbers() for title, item in compared.items()}
+    names = attempt.agreements[0].numbers()
+    rows = [{"": name} | {title: column[name] for title, column in columns.items()} for name in names]
     for layer, head, label in published.FIGURE4_HEADS:  # a model of fewer heads lacks them
-        if all(layer < item.r.shape[0] and head < item.r.shape[1] for item in best):
-            shown.append({"": f"{label}: r"} | {name: item.r[layer, head] for name, item in compared.items()})
-    print(table(shown))
-    worst = []
-    for name, comparison, ours, view in zip(titles, best, best_logits, views, strict=True):
-        context, _ = rope_waves.last_block_context(view.profiles(), view.block_sizes)
-        our_context = ours[..., -view.block_sizes[-1] :, : context.shape[-1]].mean(-2)
-        for layer, head in comparison.worst(4):
-            pair = (our_context[layer, head], context[layer, head], comparison.r[layer, head])
-            worst.append(heads.HeadPair(f"{name}, L{view.layers[layer]}H{head}", *pair))
-    curves = {name: item.r.ravel() for name, item in compared.items()}
-    says = verdict(best)
-    figure = heads.heads_by_agreement(curves, worst, f"{config.model}, noise {best_noise}: {says}")
-    print(save_figure(figure, args.output_path, overwrite=True))
-    reference = ", ".join(titles)
-    if not args.reference:
-        reference = f"the published runs ({reference})"
-    meaning = MEANING[says].format(reference)
-    if says == VERDICTS[2]:
-        raise RunError(f"{config.model} is wrong: {meaning}")
-    print(f"{config.model} {says}: {meaning}")
+        if all(layer < item.r.shape[0] and head < item.r.shape[1] for item in compared.values()):
+            r = {title: item.r[layer, head] for title, item in compared.items()}
+            rows.append({"": f"{label}: r"} | r)
+    print(table(rows))
+
+
+def worst_heads(references: Sequence[Reference], attempt: Attempt) -> list[heads.HeadPair]:
+    """Return the last block's curves of the four heads of each reference that agree least."""
+    pairs = []
+    for reference, logits, compared in zip(references, attempt.logits, attempt.agreements, strict=True):
+        view = reference.view
+        curves, _ = rope_waves.last_block_context(view.profiles(), view.block_sizes)
+        our_curves = logits[..., -view.block_sizes[-1] :, : curves.shape[-1]].mean(-2)
+        for layer, head in compared.worst(4):
+            pair = heads.HeadPair(
+                f"{reference.title}, L{view.layers[layer]}H{head}",
+                our_curves[layer, head],
+                curves[layer, head],
+                compared.r[layer, head],
+            )
+            pairs.append(pair)
+    return pairs
