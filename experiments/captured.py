@@ -1095,6 +1095,9 @@ class Lens:
         self.layers = list(dict.fromkeys(layer for layer, _, _ in latents))
         self.blocks, self.steps = (sorted({key[n] for key in latents}) for n in (1, 2))
 
+    def __repr__(self) -> str:
+        return f"Lens: layers {self.layers}, blocks {self.blocks}, steps {self.steps} of {self.run!r}"
+
     @cached_property
     def distance(self) -> Tensor:
         """Root mean square distance to the final x0, [layers, blocks, steps]; NaN for no pass."""

@@ -108,7 +108,9 @@ def load(
     given = dict[str, Any]()
     for name, value in settings.items():
         if value is not None:
-            given[name] = str(value) if isinstance(value, Path) else value
+            given[name] = value
+        if isinstance(value, Path | torch.device | torch.dtype):
+            given[name] = str(value).removeprefix("torch.")
     size = given.pop("size", None)
     for name in given:
         errors.require_known(name, [field.name for field in fields(RunConfig)], "{} is no setting of a run")

@@ -462,6 +462,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     try:
         return errors.from_values(RunConfig, settings)
     except errors.ConfigError as problem:
-        if str(problem).partition(" ")[0] in overrides:  # a flag is wrong, not the file
+        # A message begins with the setting or its value: a flag may be wrong, and not the file
+        if str(problem).partition(" ")[0] in {*overrides, *map(str, overrides.values())}:
             raise
         raise errors.ConfigError(f"{path}: {problem}") from None

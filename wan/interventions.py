@@ -169,6 +169,10 @@ class Edit(ABC):
             raise errors.ConfigError(
                 f"{cls.__name__} has no apply(): take one of {', '.join(KINDS)}, or write it"
             )
+        parameters = inspect.signature(cls.__init__).parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            for name in kwargs:
+                errors.require_known(name, [*parameters][1:], f"{cls.__name__} takes no {{}}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -397,6 +397,9 @@ class StoredRun:
     about: Record
     count: int = 0  # of the blocks that write() wrote
 
+    def __repr__(self) -> str:
+        return f"StoredRun: {self.about.get('prompt')!r}, seed {self.about.get('seed')}, {self.path}"
+
     @property
     def name(self) -> str:
         """The name of its folder, by its identity."""
@@ -596,6 +599,9 @@ class ActivationStore:
         if not isinstance(path, str | os.PathLike) or not str(path).strip():
             raise CacheError(f"a store of activations is a folder, not {errors.short_repr(path)}")
         self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"ActivationStore({str(self.path)!r})"
 
     def require_folder(self) -> None:
         """Make the folder. Raise CacheError, before anything is generated, where it cannot be written."""

@@ -11,7 +11,7 @@ from helpers.refusals import refused
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments import Atlas, Knockout, at, capture, gradients, intervene, load, run_extraction_maps
+from experiments import Atlas, Knockout, at, capture, gradients, intervene, load, run_extraction_maps, x0_lens
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.configs import find_config
@@ -118,6 +118,8 @@ def test_what_is_printed_says_edits_policy_and_branch(tiny):
         "CapturedCall: self-attention of layer 0, block 0, step 0; frame_logits [1, 2, 3, 3], frame_mass "
         "[1, 2, 3, 3]"
     )
+    lens = x0_lens(session, PROMPTS[0], seed=1, layers=[1])
+    assert repr(lens).startswith("Lens: layers [1], blocks [0, 1], steps [0, 1] of Run: tiny, ")
     for thing in (captured.atlas().layer(1), captured.atlas().view()):
         assert len(repr(thing)) < 400 and "layer" in repr(thing)
 
@@ -163,6 +165,13 @@ def test_what_users_of_other_tools_type_first(pipe):
     for message, call in wrong.items():
         with refused(message):
             call()
+
+
+def test_devices_and_dtypes_may_be_torchs(tiny):
+    session = load(tiny.path, device=torch.device("cpu"), dtype=torch.float32)
+    assert (session.config.device, session.config.dtype) == ("cpu", "float32")
+    with refused("dtype 'float64' should be 'auto', 'bfloat16'"):
+        load(tiny.path, dtype=torch.float64)
 
 
 def test_load_lists_models_alone():

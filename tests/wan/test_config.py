@@ -79,6 +79,7 @@ def test_a_wrong_flag_is_not_blamed_on_the_file(tmp_path):
         ({"num_frames": 0}, "num_frames 0 should be"),
         ({"layer_indices": [-1]}, r"layer_indices \[-1\] "),
         ({"step": 9}, "step 9 is not in 0..4"),
+        ({"num_frames": 5}, "5 frames do not fit blocks of 3"),
         ({"size": "65x64"}, "65x64 pixels are not"),
     ):
         with pytest.raises(ConfigError, match=f"^{message}"):

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.refusals import refused
 from helpers.rollouts import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +76,13 @@ def test_an_edit_is_of_denoising_passes_and_says_so(kind, fields):
     assert "passes='denoise'" in repr(edit)
     values = {key: value for key, value in edit.to_dict().items() if key != "passes"}
     assert interventions.edit_from_dict(values) == named
+
+
+def test_a_field_that_an_edit_lacks_is_named_with_the_nearest():
+    with refused("Knockout takes no 'layer'; did you mean layers?"):
+        Knockout(frames="past", layer=3)
+    with refused("Steer takes no 'vector'; known ones: .*direction"):
+        interventions.Steer("z", [1.0], vector=[1.0])
 
 
 A_SOURCE = {"seed": 1}
