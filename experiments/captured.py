@@ -131,7 +131,7 @@ def capture(
         stream_to: a folder for activations of any number of runs: memory holds one block at a time, and runs
             that the folder has are not repeated.
         layout: where frames lie in a transformer that is not known (wan.diffusers_capture.watching).
-        words: of the prompt: captured.words() has their mass on the video, over some layers and steps.
+        words: of the prompt: captured.words() has their mass on the video, of layers, heads and steps.
         each: keep the maps of words of every head.
         **chosen: layers, blocks, steps, frames and heads, one number or several, all by default; step -1 is
             the last denoising step. Of sites also dtype, to (a device, None to leave values where they

@@ -22,6 +22,7 @@ from torch import Tensor
 from experiments.analysis import prompt_words
 from experiments.caches import files
 from wan import capture, errors
+from wan.sites import check_indices
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,11 +37,12 @@ PANELS = 6  # frames that plot() shows
 # --- What is asked for
 @dataclass(frozen=True)
 class WordsAsked:
-    """Words of a prompt whose mass is captured, in which layers, steps and kind of attention."""
+    """Words of a prompt whose mass is captured, in which layers, heads, steps and kind of attention."""
 
     words: list[str]
     by_head: bool
     layers: list[int] | None
+    heads: tuple[int, ...] | None
     steps: list[int] | None
     kind: Any  # of attention: "cross", or "self" where text and video attend together
 
@@ -54,18 +56,23 @@ class WordsAsked:
                 "words are captured alone: leave the sites out, or open a capture of their own"
             )
         for name in chosen:
-            errors.require_known(name, ("layers", "steps"), "capture of words knows no {}")
+            errors.require_known(name, ("layers", "heads", "steps"), "capture of words knows no {}")
         kind = session.text_kind()
         if kind is None:
             raise errors.ConfigError(
                 f"which keys of {session.config.model} are of text is not known: leave words out"
             )
-        return cls(check_words(words), by_head, chosen.get("layers"), chosen.get("steps"), kind)
+        heads = chosen.get("heads")
+        if heads is not None:
+            check_indices("head", heads, session.model_config.num_heads)
+            heads = tuple(heads)
+        return cls(check_words(words), by_head, chosen.get("layers"), heads, chosen.get("steps"), kind)
 
     def request(self, numbers: prompt_words.Numbers) -> capture.CaptureRequest:
         """Return the request for prompts in which the words have tokens of these numbers."""
         return capture.CaptureRequest(
             layers=self.layers,
+            heads=self.heads,
             kinds=(self.kind,),
             steps=self.steps,
             granularity="words",
@@ -92,8 +99,8 @@ def check_words(words: Any) -> list[str]:
 class WordMaps(Mapping[str, Tensor]):
     """The map of each word of a run: [frames, rows, columns], float32.
 
-    With each=True maps are [layers, heads, passes, frames, rows, columns]. A value is the share of a
-    token's attention that goes to the word.
+    With each=True maps are [layers, heads, passes, frames, rows, columns], heads as they were asked for. A
+    value is the share of a token's attention that goes to the word.
 
     >>> maps = captured.words()
     >>> maps["circle"].shape

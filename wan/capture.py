@@ -190,7 +190,7 @@ class CaptureRequest:
     rope_bands: bool = False  # "frame" keeps the mean logits by RoPE band too, [B, H, Fq, Fk, bands]
     query_key_means: bool = False  # "frame" keeps the means of q and of the block's own k before RoPE too
     token_dtype: torch.dtype = torch.float32
-    heads: tuple[int, ...] | None = None  # of "map", in this order
+    heads: tuple[int, ...] | None = None  # of "map" and "words", in this order
     queries: tuple[MapQuery, ...] = (MapQuery(),)  # of "map": (frame, token), (frame, -1) or (-1, -1)
     num_words: int | None = None  # of "map" and cross-attention
     words: Sequence[tuple[tuple[int, ...], ...]] = ()  # of "words": tokens by item and word
@@ -226,8 +226,8 @@ class CaptureRequest:
             return "query_key_means needs 'frame' of self-attention"
         if (kind == "words") != bool(self.words):
             return "granularity 'words' takes words, the numbers of their tokens"
-        if self.heads is not None and kind != "map":
-            return f"heads need granularity 'map', not {kind!r}"
+        if self.heads is not None and kind not in ("map", "words"):
+            return f"heads need granularity 'map' or 'words', not {kind!r}"
         if not queries or len({*queries}) < len(queries):
             return "granularity 'map' needs queries, each once"
         if self.heads is not None and len({*self.heads}) < len(self.heads):
@@ -271,7 +271,8 @@ MATRIX = {True: "token_logits", False: "token_probabilities"}  # by is_logits
 # --- What is kept of a call: of the q and k that its softmax saw, and of what edits added to its logits
 def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     """Compute what a request asks for, by name; ConfigError where the call cannot have it."""
-    if request.granularity == "words":
+    of_text = request.granularity == "map" and call.site.kind != "self"
+    if of_text or request.granularity == "words":
         return _word_values(request, call)
     # 1. What edits added to the logits [H, Lk]: what is captured is what the softmax saw.
     is_masked = call.mask is not None or call.runs is not None
@@ -403,9 +404,6 @@ def _masked_maps(
     q, k, bias = select(q, heads, 2), select(k, heads, 2), _selected(bias, heads, 0)
     if mask is not None and mask.shape[1] > 1:
         mask = select(mask, heads, 1)
-    if call.site.kind != "self":
-        maps = {"word_map": word_map(q, k, request.num_words, bias=bias, mask=mask)}
-        return _of_heads(maps, here)
     queries, S = queries_of(request.queries, at.query_frames), call.key_layout.tokens_per_slot
     sites.check_indices("token", [query.token for query in queries if query.token != ALL], S)
     logits, masses = [], []
@@ -420,49 +418,59 @@ def _masked_maps(
 
 
 def _word_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
-    """Return word_share [B, H or 1, Lq, words] of the video's tokens; of joint attention text_share, too.
+    """Return word_share [B, heads or 1, Lq, words] of the video's tokens; of joint attention text_share, too.
 
     text_share is the mass that a word's own queries give to every token of the video, summed over its tokens.
+    Of a request for maps each token of the text is a word: word_map [B, heads, Lq, num_words], float16.
     """
-    # 1. The keys of text, and those of the video's tokens.
+    # 1. The heads, with what was added to their logits; the queries and keys of the video's tokens.
+    here = _heads_of(request, call.shard)
+    heads = here or [0]
+    all_q, all_k = select(call.q, heads, 2), select(call.k, heads, 2)
+    bias: Tensor | None = None
+    if call.bias is not None:
+        bias = send(F.pad(select(call.bias.per_token(), heads, 0), call.around), call.k.device)
+    lse, mask = _selected(call.lse, heads, 1), call.mask
+    if mask is not None and mask.shape[1] > 1:
+        mask = select(mask, heads, 1)
+    rows = slice(call.around_q[0], call.q.shape[1] - call.around_q[1])
+    keys = slice(call.around[0], call.k.shape[1] - call.around[1])
+    if request.granularity == "map":
+        rows_mask = reductions.rows_of_mask(mask, rows)
+        word_maps = word_map(all_q[:, rows], all_k, request.num_words, bias=bias, mask=rows_mask)
+        return _of_heads({"word_map": word_maps}, here)
     if call.text is None:
         raise errors.ConfigError(
             f"layer {call.site.layer}: which keys are of text is not known here; leave words out"
         )
-    bias: Tensor | None = None
-    if call.bias is not None:
-        bias = send(F.pad(call.bias.per_token(), call.around), call.k.device)
-    rows = slice(call.around_q[0], call.q.shape[1] - call.around_q[1])
-    keys = slice(call.around[0], call.k.shape[1] - call.around[1])
     # 2. Items have prompts of their own.
     masses, masses_of_text = [], []
     for item in range(len(call.q)):
         words = request.words[item % len(request.words)]
-        q, k = call.q[item : item + 1], call.k[item : item + 1]
-        mask, lse = call.mask, call.lse
+        q, k, mask_of_item, lse_of_item = all_q[item : item + 1], all_k[item : item + 1], mask, lse
         if mask is not None and len(mask) > 1:
-            mask = mask[item : item + 1]
+            mask_of_item = mask[item : item + 1]
         if lse is not None:
-            lse = lse[item : item + 1, :, rows]
+            lse_of_item = lse[item : item + 1, :, rows]
         columns = [[call.text + token for token in word] for word in words]
-        rows_mask = reductions.rows_of_mask(mask, rows)
-        mass = reductions.word_mass(q[:, rows], k, columns, lse=lse, bias=bias, mask=rows_mask)
+        rows_mask = reductions.rows_of_mask(mask_of_item, rows)
+        mass = reductions.word_mass(q[:, rows], k, columns, lse=lse_of_item, bias=bias, mask=rows_mask)
         masses.append(mass)
         # 3. Joint attention: queries of the word, which stand behind or before the video's as its keys do.
         if call.site.kind == "self":
             shift = call.q.shape[1] - call.k.shape[1]
             queries = [[column + shift for column in word] for word in columns]
-            on_keys = reductions.mass_of_queries(q, k, queries, bias=bias, mask=mask)
-            masses_of_text.append(on_keys[..., keys].mT)
+            of_text = reductions.mass_of_queries(q, k, queries, bias=bias, mask=mask_of_item)
+            masses_of_text.append(of_text[..., keys].mT)
     values = {"word_share": torch.cat(masses)}
     if masses_of_text:
         values["text_share"] = torch.cat(masses_of_text)
     # 4. The mean over heads; several GPUs have some of them each, and keep them.
     if request.by_head:
-        return {name: value.half() for name, value in values.items()}
+        return _of_heads({name: value.half() for name, value in values.items()}, here)
     if call.shard.is_whole:
         return {name: value.mean(1, keepdim=True) for name, value in values.items()}
-    return values
+    return _of_heads(values, here)
 
 
 def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | None) -> dict[str, Tensor]:
@@ -473,19 +481,16 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
     on_device = None
     if bias is not None:
         on_device = send(bias, q.device)
-    if call.site.kind != "self":
-        values = {"word_map": word_map(q, k, request.num_words, bias=on_device)}
-    else:
-        values = key_maps(
-            q,
-            k,
-            lse=_selected(call.lse, computed, 1),
-            queries=request.queries,
-            query_frames=at.query_frames,
-            tokens_per_slot=call.key_layout.tokens_per_slot,
-            bias=on_device,
-        )
-        values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), bias, q.device)
+    values = key_maps(
+        q,
+        k,
+        lse=_selected(call.lse, computed, 1),
+        queries=request.queries,
+        query_frames=at.query_frames,
+        tokens_per_slot=call.key_layout.tokens_per_slot,
+        bias=on_device,
+    )
+    values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), bias, q.device)
     return _of_heads(values, here)
 
 

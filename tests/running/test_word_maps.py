@@ -1,6 +1,7 @@
 """Words on the video: which tokens a word has, and its map of a run against the map of all tokens."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from helpers import video_pipelines
 from helpers.checkpoints import small_wan_pipeline
 from helpers.refusals import refused
 
-from experiments import capture, figures, load, words
+from experiments import capture, figures, load, pipeline_calls, words
 from experiments.analysis import prompt_words
 from experiments.caches import mp4
 from experiments.caches.files import CacheError, RunError
@@ -154,7 +155,15 @@ def test_words_are_captured_of_every_video_of_a_batch():
         torch.testing.assert_close(maps, alone.words()["circle"], atol=1e-5, rtol=0)
     with capture(session, words="circle", each=True, layers=[2], steps=[0]) as captured:
         session.generate(prompts[0], seed=1)
-    assert captured.words()["circle"].shape == (1, 12, 1, 3, 4, 4)
+    every = captured.words()["circle"]
+    assert every.shape == (1, 12, 1, 3, 4, 4)
+    for keeps_axes in (True, False):
+        with capture(session, words="circle", each=keeps_axes, layers=2, heads=[7, 3], steps=0) as captured:
+            session.generate(prompts[0], seed=1)
+        chosen = every[:, [7, 3]]
+        if not keeps_axes:
+            chosen = chosen.mean((0, 1, 2))
+        torch.testing.assert_close(captured.words()["circle"], chosen, atol=3e-4, rtol=0)
 
 
 TEXT = "a red circle, a Red wall"  # tokens a, red, circle, ",", a, "", R, ed, wall
@@ -227,13 +236,56 @@ def test_words_of_joint_attention_are_a_float64_softmax_in_both_directions(atten
             torch.testing.assert_close(from_text[word].double(), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("text", "cut", "left", "expected"),
+    [
+        pytest.param("{}", 0, 0, (1, 2), id="alone"),
+        pytest.param("a red circle: {}, right", 0, 0, (5, 6), id="within a template that has the words"),
+        pytest.param("a red circle: {}", 5, 0, (0, 1), id="behind a template that is cut off"),
+        pytest.param("{}", 0, 4, (5, 6), id="behind padding"),
+        pytest.param("{}", 0, -4, (1, 2), id="registers in place of padding"),
+    ],
+)
+def test_the_prompts_own_tokens_are_found_in_what_the_text_encoder_got(text, cut, left, expected):
+    """As chat templates put text around it, and pipelines cut that off in front; left: padding before it."""
+    tokenizer = small_wan_pipeline().tokenizer
+    registers = {}
+    if left < 0:
+        registers = {"video_connector_num_learnable_registers": 8}
+    pipe = SimpleNamespace(tokenizer=tokenizer, connectors=SimpleNamespace(config=registers))
+    ids = tokenizer(text.format("a red circle")).input_ids
+    row = [tokenizer.pad_token_id] * abs(left) + ids, [False] * abs(left) + [True] * len(ids)
+    embeds = torch.zeros(1, len(row[0]) - cut, 8)
+    [encoded] = pipeline_calls.encoded_prompts(pipe, ["a red circle"], [row], embeds).values()
+    assert prompt_words.tokens_of_words(encoded.of_prompt, ["red circle"]) == (expected,)
+    assert [encoded.tokens[n] for n in expected] == ["▁red", "▁circle"]
+
+
+def test_words_that_are_cut_off_or_of_a_prompt_that_nobody_saw_are_refused():
+    pipe, given = video_pipelines.hunyuan()
+    given |= {"prompt": TEXT, "max_sequence_length": 4}
+    refusal = refused(
+        "the word 'wall' is not among the 4 tokens that the model reads of the prompt: it is cut"
+    )
+    with capture(pipe, words=["wall"]), refusal:
+        video_pipelines.call(pipe, given)
+    pipe, given = video_pipelines.cosmos()
+    pipe.register_modules(
+        **{name: getattr(small_wan_pipeline(), name) for name in ("tokenizer", "text_encoder")}
+    )
+    with capture(pipe, words=["wall"]), refused("words= needs the prompt: give it in place of prompt_embeds"):
+        video_pipelines.call(pipe, given)
+
+
 def test_what_has_no_words_is_refused_before_the_video():
     session = load("wan_mini", num_frames=3)
     with refused("the word 'square' is not in the prompt"), capture(session, words=["square"]):
         session.generate(PROMPT, seed=1)
     with refused("words are captured alone"), capture(session, "z", words=["circle"]):
         pass
-    with refused("capture of words knows no 'heads'"), capture(session, words=["circle"], heads=[1]):
+    with refused("head 12 is not in 0..11"), capture(session, words=["circle"], heads=[12]):
+        pass
+    with refused("capture of words knows no 'blocks'"), capture(session, words=["circle"], blocks=[1]):
         pass
     with refused("which keys of .* are of text is not known"):
         capture(small_wan_pipeline().transformer, words=["circle"]).__enter__()
