@@ -7,6 +7,7 @@ session.py makes runs of the causal model, base_session.py of the base model, an
 somebody's pipeline.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -73,7 +74,7 @@ def note_calls(common: dict[str, Any], edits: Sequence[Edit], touched: Mapping[E
         common["interventions"]["calls"] = [touched.get(edit, 0) for edit in edits]
 
 
-class AnySession:
+class AnySession(ABC):
     """What captures, edits, gradients and studies know of a session, whatever its model is.
 
     session.py has that of the causal model, base_session.py of the base model, and pipeline_session.py of a
@@ -111,8 +112,9 @@ class AnySession:
         """Return the fields that caches of each run share, before it is made."""
         return [self.common(config, [*self.active_edits(), *config_edits(config)]) for config in configs]
 
+    @abstractmethod
     def common(self, config: Any, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the fields that caches of a config's run share."""
 
     def watchers(self) -> Sequence[Watcher]:
         """Return who watches this session's forwards in this context, outermost first."""

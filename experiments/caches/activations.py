@@ -51,7 +51,6 @@ from wan.identity import UNNAMED
 from wan.sites import SITES
 
 FORMAT = "activations"
-DAMAGED = "its content is not what was written"
 COORDINATES = ("layer", "block", "step", "evaluation", "branch", "model")
 OF_SOME = ("evaluation", "branch", "model")  # which are no axis where one value is all
 CHOSEN = ("layers", "blocks", "steps", "frames", "heads")  # numbers that a capture may choose
@@ -224,8 +223,7 @@ class StoredCall(NamedTuple):
         with reading(self.path), self.path.open("rb") as file:
             file.seek(self.start)
             numbers = file.read(self.num_bytes)
-            if call_sha256(self.name, self.dtype, self.shape, numbers) != self.sha256:
-                raise ValueError(DAMAGED)
+            require_equal(call_sha256(self.name, self.dtype, self.shape, numbers), self.sha256)
 
 
 def reading(path: str | Path) -> AbstractContextManager[None]:
@@ -243,6 +241,12 @@ def call_sha256(name: str, dtype: torch.dtype, shape: Sequence[int], numbers: An
 def bytes_of(x: Tensor) -> Any:
     """Return the numbers of a contiguous tensor on the CPU as bytes, without a copy."""
     return x.reshape(-1).view(torch.uint8).numpy().data  # a tensor without axes has no view as bytes
+
+
+def require_equal(checksum: object, written: object) -> None:
+    """Raise ValueError where a checksum is not the one that was written."""
+    if checksum != written:
+        raise ValueError("its content is not what was written")
 
 
 def head_sha256(metadata: Mapping[str, str]) -> str:
@@ -322,7 +326,7 @@ def load_activations(path: str | Path) -> dict[str, Any]:
             raise CacheError(f"{path} holds no activations of this program")
         content: Record = {"format": FORMAT, **json.loads(metadata["about"])}
         tensors: dict[str, Tensor] = {}
-        is_older, is_right = False, True
+        is_older = False
         for site, table in json.loads(metadata["sites"]).items():
             places = tuple(place_of(values) for values in table["places"])
             calls = {f"{site}/{n:06d}": file.get_tensor(f"{site}/{n:06d}") for n in range(len(places))}
@@ -334,12 +338,12 @@ def load_activations(path: str | Path) -> dict[str, Any]:
                 is_older = True
                 continue
             sums = [call_sha256(name, x.dtype, x.shape, bytes_of(x)) for name, x in calls.items()]
-            is_right = is_right and sums == table["sha256"]
+            require_equal(sums, table["sha256"])
         # A file of 2.0 has one checksum of all; those from before 0.2 have none
-        wanted = content_sha256(metadata, tensors) if is_older else head_sha256(metadata)
-        is_from_0_1 = is_older and "sha256" not in metadata
-        if not is_right or (metadata.get("sha256") != wanted and not is_from_0_1):
-            raise ValueError(DAMAGED)
+        if not is_older:
+            require_equal(head_sha256(metadata), metadata.get("sha256"))
+        elif "sha256" in metadata:
+            require_equal(content_sha256(metadata, tensors), metadata["sha256"])
     return content
 
 
@@ -360,8 +364,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, list[StoredCall]]
         calls: dict[str, list[StoredCall]] = {}
         sites = json.loads(metadata["sites"])
         is_older = any("sha256" not in table for table in sites.values())
-        if not is_older and metadata["sha256"] != head_sha256(metadata):
-            raise ValueError(DAMAGED)
+        if not is_older:
+            require_equal(head_sha256(metadata), metadata["sha256"])
         for site, table in sites.items():
             calls[site] = []
             for n, values in enumerate(table["places"]):

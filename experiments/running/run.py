@@ -1,7 +1,6 @@
 """One run, from flags to files: check and lock the outputs, roll out on one GPU or several, save."""
 
 import argparse
-import itertools
 import os
 import shlex
 import time
@@ -96,11 +95,13 @@ def place_of(path: str, cache: Mapping[str, Any], overwrite: bool) -> tuple[str,
     if cache.get("partial"):
         names.append(str(Path(path).with_suffix(PARTIAL)))
         overwrite = False
-    numbered = (str(Path(names[-1]).with_suffix(f".{n}.pt")) for n in itertools.count(2))
-    for name in itertools.chain(names, numbered):
-        with suppress(CacheError):
-            return name, require_replaceable(name, contents_of(cache), store.cache_contents, overwrite)
-    raise AssertionError("there are infinitely many names")
+    last, number = Path(names[-1]), 1
+    while True:
+        for name in names:
+            with suppress(CacheError):
+                return name, require_replaceable(name, contents_of(cache), store.cache_contents, overwrite)
+        number += 1
+        names = [str(last.with_suffix(f".{number}.pt"))]
 
 
 def notebook_command(caches: Mapping[str, Mapping[str, Any]]) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, require_forks
+from helpers import synthetic_caches
 from helpers.forked import exit_code, forked, refused, stopping_after
 
 from experiments import (
@@ -26,10 +27,11 @@ from experiments import (
     run_intervention,
 )
 from experiments import session as sessions
-from experiments.caches import load_cache
+from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, RunError, claimed
 from experiments.caches.view import open_profiles
 from experiments.running import cli
+from experiments.running.run import place_of
 from experiments.running.torchrun import Rank, this_rank
 from wan.errors import ConfigError
 
@@ -151,6 +153,14 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
 
 
 # --- Asked to stop
+def test_a_partial_cache_goes_beside_a_whole_one_under_the_next_free_name(tmp_path):
+    path, whole = tmp_path / "a.pt", synthetic_caches.atlas()
+    part = whole | {"partial": True, "blocks_done": 1}
+    assert place_of(str(path), part, overwrite=False)[0] == str(path)
+    save_cache(path, whole)
+    for name in ("a.partial.pt", "a.partial.2.pt", "a.partial.3.pt"):
+        assert place_of(str(path), part, overwrite=True)[0] == str(tmp_path / name)
+        (tmp_path / name).write_bytes(b"mine")
 
 
 def test_a_second_ctrl_c_stops_in_the_middle_of_a_block(tmp_path, monkeypatch, capfd):
