@@ -256,7 +256,7 @@ def measure_heads(logits: Profiles | None, mass: Profiles | None) -> list[HeadMa
 
 MAIN = {  # what a figure of all heads shows, as questions; the table and the page have the other measures
     "first_frame_effect": "How much more it gives frame 0 than distance explains: s",
-    "sign_rate": "How many of the past logits are above 0",
+    "sign_rate": "Share of the past logits that is above 0",
     "wave_r2": "How much of its curve is RoPE's fastest wave: R²",
     "first_context_mass": "How much of the mass on the past is on frame 0",
 }

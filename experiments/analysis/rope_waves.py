@@ -238,7 +238,9 @@ def amplitude_maps(view: Profiles | None) -> list[panels.HeadMap]:
         ]
     waves = fit_waves(curves, distances, frequencies)
     maps = [
-        panels.HeadMap(f"amplitude_{b}", f"wave of period {2 * np.pi / w:.1f}", "logits", "sequential", a)
+        panels.HeadMap(
+            f"amplitude_{b}", f"wave of period {2 * np.pi / w:.1f} frames", "logits", "sequential", a
+        )
         for b, (w, a) in enumerate(zip(frequencies, np.moveaxis(waves.amplitude, -1, 0), strict=True))
     ]
     r2 = r_squared(curves, waves.at(distances))

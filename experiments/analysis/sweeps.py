@@ -100,9 +100,10 @@ def sweep_title(measures: Measures) -> str:
     counts = []
     for name, values in measures.items():
         stable = int((stability(values) > 1).sum())
-        counts.append(f"{stable} in {MEASURES[name]}")
+        counts.append(f"{stable} ({MEASURES[name]})")
     atlases, *shape = next(iter(measures.values())).shape
-    return f"Of {np.prod(shape)} heads more than they vary over {atlases} atlases: {', '.join(counts)}"
+    title = f"Heads, of {np.prod(shape)}, whose mean is above their spread over {atlases} atlases"
+    return f"{title}: {', '.join(counts)}"
 
 
 def sweep_rows(measures: Measures) -> list[dict[str, Any]]:

@@ -613,7 +613,7 @@ def lines_by_layer(
     for n, (column, name) in enumerate(zip(np.asarray(values).T, names, strict=True)):
         axis.plot(layers, column, marker="osD^v"[n % 5], markersize=3, label=name)
     axis.set_ylabel(capitalized(y))
-    row, column = np.unravel_index(np.nanargmax(values), np.shape(values))
+    row, column = divmod(int(np.nanargmax(values)), len(names))
     largest = np.asarray(values)[row, column]
     title = f"{capitalized(y)} is largest in layer {layers[row]} ({names[column]}, {largest:.3g})"
     st.label_figure(figure, [axis], title, x="Layer", legend=st.handles(axis))

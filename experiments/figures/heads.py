@@ -256,13 +256,13 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: view.Caption, name
         columns, size = 2, (4.5, 2.4)
     figure, axes = st.panels(len(profiles), columns, size)
     legend: dict[str, Artist] = {}
-    for axis, (title, values) in zip(axes, profiles.items(), strict=True):
+    for axis, (head, values) in zip(axes, profiles.items(), strict=True):
         # [atlases, F + averages]
         F = values.shape[1] - caption.averages
         mean = values.mean(0)
         st.mean_bars(axis, values.T[:, None], [st.BLUE], ddof=1, width=0.8, alpha=0.6)
         axis.plot(values[:, :F].T, color="0.35", linewidth=0.5)
-        legend |= _finish_profile(axis, mean[:F], mean[F:], caption, title)
+        legend |= _finish_profile(axis, mean[:F], mean[F:], caption, head)
     label = f"mean ± standard deviation over {len(names)} atlases"
     legend["mean"] = Patch(color=st.BLUE, alpha=0.6, label=label)
     note = "grey lines: each atlas"
@@ -367,7 +367,7 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: view.C
         bar.set_ticks(shown.tolist(), labels=[str(layers[i]) for i in shown])
     title = f"{st.NAMES[caption.quantity].capitalize()}, mean over {H} heads, a line per layer"
     if np.isfinite(mean[:, :F]).any():
-        row, frame = np.unravel_index(np.nanargmax(mean[:, :F]), (N, F))
+        row, frame = divmod(int(np.nanargmax(mean[:, :F])), F)
         title = f"The mean over {H} heads is highest in layer {layers[row]}, on key frame {frame}"
     st.label_figure(figure, [axis], title, caption.about, st.LABELS[caption.quantity], legend)
     return figure

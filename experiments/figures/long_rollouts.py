@@ -7,7 +7,7 @@ import numpy as np
 from einops import rearrange
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 import experiments.figures.style as st
 from experiments.analysis.stats import Interval, percent, signed
@@ -161,11 +161,12 @@ def sink_maps(
         st.label_places(axis.xaxis, sinks)
         st.label_places(axis.yaxis, windows)
         axis.set_title(f"{name}: {SINKS.get(name, '')}".rstrip(": "))
-        row, column = np.unravel_index(np.nanargmax(values), values.shape)
+        row, column = divmod(int(np.nanargmax(values)), len(sinks))
         best.append(f"{name} is best with a window of {windows[row]} and a sink of {sinks[column]} frames")
         best[-1] += f" ({percent(values[row, column])})"
     bar = st.color_bar(figure, image, axes, label)
-    bar.ax.yaxis.set_major_formatter(lambda share, _: percent(share))
+    bar.formatter = FuncFormatter(lambda share, _: percent(share))
+    bar.update_ticks()
     st.label_figure(
         figure, axes, "; ".join(best), subtitle, "Window (latent frames)", x="Sink (latent frames)"
     )
@@ -220,10 +221,8 @@ def effect_by_length(
     axis.plot(list(placebos), list(placebos.values()), ":", color=CONTROL, linewidth=1, label=label)
     axis.set_ylabel("First-frame effect s (logits)")
     estimates = [interval.estimate for by_length in effects.values() for interval in by_length.values()]
-    low, high = min(estimates), max(estimates)
-    title = (
-        f"At every length the mean first-frame effect lies between {signed(low)} and {signed(high)} logits"
-    )
+    between = f"{signed(min(estimates))} and {signed(max(estimates))}"
+    title = f"At every length the mean first-frame effect lies between {between} logits"
     x = "Length of the rollout (latent frames)"
     st.label_figure(figure, [axis], title, subtitle, legend=st.handles(axis), x=x)
     return figure

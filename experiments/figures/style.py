@@ -665,8 +665,8 @@ def missing_note(missing: Iterable[tuple[str, str]]) -> str:
     for reason, titles in titles_by_reason.items():
         if is_quoted:
             titles = [f"“{title}”" for title in titles]
-        parts.append(f"{', '.join(titles)}: {reason}")
-    return f"absent: {'; '.join(parts)}" if parts else ""
+        parts.append(f"{', '.join(titles)} ({reason})")
+    return f"not drawn: {'; '.join(parts)}" if parts else ""
 
 
 # --- Pictures

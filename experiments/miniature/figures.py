@@ -46,8 +46,10 @@ WORDS = ["circle", "red", "background"]
 HEADS_THAT_FOLLOW = 3  # drawn, of all
 QUERY_FRAME = 18  # whose patch looks
 LOOK_FRAMES = [0, 3, 6, 9, 12, 15, 18]
-POLICIES = ("self_forcing_window", "infinity_rope", "deep_sink", "deep_forcing")  # in configs/policies/
-POLICIES += ("reward_forcing", "memrope", "rolling_sink", "memflow")
+POLICIES = [  # in configs/policies/
+    *("self_forcing_window", "infinity_rope", "deep_sink", "deep_forcing"),
+    *("reward_forcing", "memrope", "rolling_sink", "memflow"),
+]
 POLICY_FRAMES, POLICY_LAYER = 30, 2
 
 

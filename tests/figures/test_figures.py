@@ -386,8 +386,8 @@ def test_titles_of_heads_are_computed_from_their_curves():
     panels = [HeadPanel(f"L1H{n}", 1, n, curve, None) for n, curve in enumerate((one, other))]
     assert title_of(figures.head_curves(panels, caption)) == "Highest: L1H0 on frame 1, L1H1 on frame 0"
     grid = figures.head_grid(np.stack([one, other, one[::-1]]), "abc", caption, layer=1)
-    said = "Layer 1: 1 of 3 heads are highest in frame 0, 1 in the own block; scales differ"
-    assert title_of(grid) == said
+    expected = "Layer 1: 1 of 3 heads are highest in frame 0, 1 in the own block; scales differ"
+    assert title_of(grid) == expected
     masses = np.array([[[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]])  # [layers, heads, frames]
     line = figures.layer_comparison(masses, [0], Caption("mass", "a pass")).axes[0].lines[0]
     np.testing.assert_array_equal(line.get_ydata(), [0.0, 1.0])  # the median, in the middle 80 % of heads
@@ -396,7 +396,10 @@ def test_titles_of_heads_are_computed_from_their_curves():
         "window: the last block sees 3 of 4 frames, 0–2"
     )
     kept = np.array([[1.0, 0.5, 0.0], [1.0, 0.0, 0.0]])
-    said = "window: the last block sees 1 of 3 frames whole, 1 in part"
-    assert title_of(figures.survival_map(kept, "window")) == said
+    expected = "window: the last block sees 1 of 3 frames whole, 1 in part"
+    assert title_of(figures.survival_map(kept, "window")) == expected
     words = figures.prompt_words(np.array([[0.1, 0.3], [0.1, 0.1]]), ["a", "circle"], layer=3, subtitle="")
     assert "heads read “circle” most, with 20 % of their mass; the whole prompt gets 30 %" in title_of(words)
+    curves = np.stack([one, one + 1])
+    sweep = title_of(figures.sweep_curves({"L1H0": curves, "L1H1": curves}, caption, ["eagle", "castle"]))
+    assert sweep.endswith("in two of 2 atlases: r = 1.00 (L1H0), 1.00 (L1H1)")

@@ -231,7 +231,7 @@ def test_the_published_atlas(tmp_path):
     assert sum(map(int, row_of(printed, "anchor")[2:5])) == int(row_of(printed, "anchor")[1])
     assert "Wave of period 14.5" in drawn["waves.svg"]
     assert "published, Pyramid Forcing" in drawn["kinds_of_heads.svg"]
-    assert "absent: attention mass: no mass in this cache" in drawn["layer1_logits_and_mass.svg"]
+    assert "not drawn: attention mass (no mass in this cache)" in drawn["layer1_logits_and_mass.svg"]
     assert all(f"Layer {layer} " in drawn["profile_strips.svg"] for layer in (1, 20))
 
 
