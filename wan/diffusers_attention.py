@@ -185,15 +185,25 @@ def _around(video: diffusers_frames.VideoTokens, length: int) -> tuple[int, int]
     return before, length - before - video.total
 
 
-def show(forward: Forward, name: str, layer: int, x: Tensor, around: tuple[int, int] = (0, 0)) -> Tensor:
-    """Show x [B, L, ...] to watchers, pass by pass and without tokens that belong to no frame -> x."""
+def show(
+    forward: Forward,
+    name: str,
+    layer: int,
+    x: Tensor,
+    around: tuple[int, int] = (0, 0),
+    shard: keys.HeadShard | None = None,
+) -> Tensor:
+    """Show x [B, L, ...] to watchers, pass by pass and without tokens that belong to no frame -> x.
+
+    shard says which heads x has, where others are in other processes.
+    """
     pieces, is_changed = [], False
     start, stop = around[0], x.shape[1] - around[1]
     for at, items in forward.parts:
         piece = x[items]
         seen = piece[:, start:stop]
         with sites.during(at):
-            new = sites.hook_point(name, layer, seen)
+            new = sites.hook_point(name, layer, seen, shard)
         if new is not seen:
             is_changed = True
             piece = torch.cat([piece[:, :start], new, piece[:, stop:]], 1)
@@ -221,6 +231,10 @@ def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
     bound = _signature_of(original).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments, parallel, site = bound.arguments, PARALLEL.get(), caller.site
+    if parallel is None and arguments["parallel_config"] is not None:
+        raise ConfigError(
+            "attention shares tokens with other GPUs, which its model does not say: it cannot be seen"
+        )
     if site is not None and caller.has_image_keys:
         site, caller.has_image_keys = replace(site, kind="cross_image"), False
     # 1. On one GPU.
@@ -230,7 +244,7 @@ def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
         assert forward is not None and site is not None
         return _attend(forward, caller, site, original, arguments)
     # 2. Of several GPUs each has some tokens of all heads: here it has all tokens of some heads.
-    if not is_reached and not _is_captured(forward, site):
+    if not is_reached and not _is_wanted_here(forward, site):
         return original(*args, **kwargs)
     length, shard = arguments["query"].shape[1], parallel.shard(arguments["query"].shape[2])
     arguments = shard.whole_call(arguments)
@@ -241,14 +255,16 @@ def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
     return shard.with_all_heads(out, length)
 
 
-def _is_captured(forward: Forward | None, site: sites.Site | None) -> bool:
-    """Return whether a call of a site is captured in a pass of a forward."""
-    by = sites.observer()
-    if by is None or forward is None or site is None:
+def _is_wanted_here(forward: Forward | None, site: sites.Site | None) -> bool:
+    """Return whether a call of a site is captured in a pass of a forward, or may be edited."""
+    if forward is None or site is None:
         return False
+    if sites.active_edits():
+        return True
+    by = sites.observer()
     for at, _ in forward.parts:
         with sites.during(at):
-            if by.wants(site):
+            if by is not None and by.wants(site):
                 return True
     return False
 
@@ -303,12 +319,12 @@ def _attend(
     ]
     is_changed = False
     if is_edited:
-        q = show(forward, attention.site_name(site, "q"), site.layer, q, around_q)
-        k = show(forward, attention.site_name(site, "k"), site.layer, k, around)
-        v = show(forward, attention.site_name(site, "v"), site.layer, v, around)
+        q = show(forward, attention.site_name(site, "q"), site.layer, q, around_q, site.shard)
+        k = show(forward, attention.site_name(site, "k"), site.layer, k, around, site.shard)
+        v = show(forward, attention.site_name(site, "v"), site.layer, v, around, site.shard)
         if is_self:
-            q = show(forward, "q_rot", site.layer, q, around_q)
-            k = show(forward, "k_rot", site.layer, k, around)
+            q = show(forward, "q_rot", site.layer, q, around_q, site.shard)
+            k = show(forward, "k_rot", site.layer, k, around, site.shard)
         for call, (at, items) in zip(calls, forward.parts, strict=True):
             is_changed |= _edit(call, at, [x[items] for x in (q, k, v)])
         if is_changed:
@@ -345,7 +361,7 @@ def _attend(
                 by.observe(call)
     if not is_edited:
         return out
-    return show(forward, attention.site_name(site, "z"), site.layer, out, around_q)
+    return show(forward, attention.site_name(site, "z"), site.layer, out, around_q, site.shard)
 
 
 def _runs_of(
@@ -463,7 +479,7 @@ def _edit(call: attention.Call, at: sites.Pass, parts: Sequence[Tensor]) -> bool
     seen = [x[:, before : x.shape[1] - behind] for x, (before, behind) in zip(parts, beside, strict=True)]
     call.q, call.k, call.v = seen
     with sites.during(at):
-        sites.hook_point(call.site.kind, call.site.layer, call)
+        sites.hook_point(call.site.kind, call.site.layer, call, call.site.shard)
     edited, is_changed = (call.q, call.k, call.v), False
     for name, whole, old, new, (before, behind) in zip("qkv", parts, seen, edited, beside, strict=True):
         if new is not old:

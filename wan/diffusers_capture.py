@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from wan import capture, compiled, diffusers_frames, diffusers_passes, errors, kernels
 from wan import diffusers_attention as attention
 from wan import diffusers_latents as latents
+from wan.identity import OURS
 from wan.interventions import reusable
 from wan.keys import KeyLayout
 from wan.sites import (
@@ -501,7 +502,7 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
 def _processes_of(watched: Watched) -> Any:
     """Return the processes that share the tokens of a transformer, None of one on one GPU.
 
-    ConfigError for who watches more than attention and latents then, and for other kinds of parallelism.
+    ConfigError for what needs the tokens or heads of all of them, and for other kinds of parallelism.
     """
     model = watched.transformer
     if getattr(model, "_parallel_config", None) is None:
@@ -510,11 +511,27 @@ def _processes_of(watched: Watched) -> Any:
 
     for watcher in watchers():
         if watcher.sees is None or not watcher.sees <= {*OF_FORWARD}:
-            raise errors.ConfigError(
-                f"several GPUs share the tokens of {type(model).__name__}: there attention, x_t, flow and x0 "
-                "are captured; edits, gradients and other sites take one GPU"
-            )
+            _require_of_heads(watcher.edits, type(model).__name__)
     return ulysses.processes_of(model)
+
+
+def _require_of_heads(edits: Sequence[Any], title: str) -> None:
+    """Raise ConfigError but for edits of single heads, which each process makes of those that it has."""
+    if not edits:
+        raise errors.ConfigError(
+            f"several GPUs share the tokens of {title}: attention, x_t, flow and x0 are captured there; "
+            "gradients and other sites take one GPU"
+        )
+    for edit in edits:
+        if {*OF_FORWARD}.issuperset(edit.sites):
+            continue
+        is_of_heads = (OF_HEADS_HERE | {*OF_FORWARD}).issuperset(edit.sites)
+        is_of_user = hasattr(edit, "function") or type(edit).__module__.partition(".")[0] not in OURS
+        if not is_of_heads or is_of_user or edit.needs:
+            raise errors.ConfigError(
+                f"several GPUs share the tokens and heads of {title}: {edit} takes one GPU; edits of calls, "
+                "q, k, v and z without a function of your own, a source or means do not"
+            )
 
 
 def arguments_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

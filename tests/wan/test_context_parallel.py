@@ -1,5 +1,6 @@
 """diffusers' Ulysses context parallelism in two processes: what one captures, gathered in the first."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,12 @@ from helpers.video_transformers import made, noise, wan
 from experiments import capture, intervene
 from wan.capture import CaptureRequest, MapQuery
 from wan.diffusers_capture import capture_diffusers
-from wan.interventions import Ablate
+from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, at
 from wan.wings import ulysses
 
 ATOL = 1e-5
 QUERIES = (MapQuery(), MapQuery(1), MapQuery(2, 1))
-WORDS = {"granularity": "words", "kinds": ("cross",), "words": (((0,), (1, 2)),)}
+WORDS = CaptureRequest(granularity="words", kinds=("cross",), words=(((0,), (1, 2)),))
 FRAMES = CaptureRequest(granularity="frame", kinds=("self", "cross", "cross_image"))
 REQUESTS = (
     FRAMES,
@@ -28,8 +29,8 @@ REQUESTS = (
     CaptureRequest(granularity="token", layers=[1], is_logits=False),
     CaptureRequest(granularity="map", layers=[0], heads=(1, 2), queries=QUERIES),
     CaptureRequest(granularity="map", layers=[1], heads=(0,), queries=QUERIES, kinds=("self", "cross")),
-    CaptureRequest(**WORDS),
-    CaptureRequest(**WORDS, by_head=True),
+    WORDS,
+    replace(WORDS, by_head=True),
 )
 
 
@@ -110,6 +111,40 @@ def assert_same_calls(calls, like, atol=ATOL):
             torch.testing.assert_close(value, wanted, atol=atol, rtol=half, equal_nan=True)
 
 
+EDITS = (
+    Knockout(frames=(0,), heads=(1, 2), layers=(0,), passes="all"),
+    Bias(-2.0, tokens=(1, 3), heads=(3,), passes="all"),
+    Ablate("zero", layers=(1,), heads=(0, 3), passes="all"),
+    Move(frames=(2,), offset=3, heads=(1,), passes="all"),
+    Jitter(seed=3, layers=(1,), passes="all"),
+)
+
+
+def edited(group):
+    torch.manual_seed(0)
+    model, given = wan(num_attention_heads=4)
+    shared(model, group)
+    plain = run(model, given)
+    found = []
+    for edit in EDITS:
+        with intervene(model, edit) as active:
+            found.append(run(model, given))
+        assert all(active.changed) and not torch.equal(found[-1], plain)
+    with capture_diffusers(model, FRAMES) as calls, intervene(model, *EDITS):
+        found.append(run(model, given))
+    return found, list(calls)
+
+
+def test_edits_of_heads_in_two_processes_are_those_of_one():
+    (first, calls), (second, none) = together(2, edited)
+    alone, like = edited(None)
+    for out, other, one in zip(first, second, alone, strict=True):
+        torch.testing.assert_close(out, one, atol=ATOL, rtol=0)
+        assert torch.equal(out, other)
+    assert not none
+    assert_same_calls(calls, like)
+
+
 def message_of(function):
     """The one line of an error, or what a function returned."""
     try:
@@ -139,7 +174,10 @@ def refusals(group):
     shared(model, group)
     with capture(model, "resid_post"):
         messages["site"] = message_of(lambda: run(model, given))
-    with intervene(model, Ablate("zero", layers=(0,), passes="all")):
+    doubled = at("z", layers=(0,))
+    with intervene(model, doubled, lambda z: 2 * z):
+        messages["function"] = message_of(lambda: run(model, given))
+    with intervene(model, Ablate("zero", site="mlp_out", layers=(0,), passes="all")):
         messages["edit"] = message_of(lambda: run(model, given))
     with capture_diffusers(model, layers=[group.rank()], **frames):
         messages["different"] = message_of(lambda: run(model, given))
@@ -166,7 +204,8 @@ REFUSED = {
     "tensor": "ConfigError: WanTransformer3DModel: tensor parallelism cannot be seen",
     "heads": "ConfigError: 3 heads do not split over 2 GPUs: take .*ulysses_anything=True",
     "site": "ConfigError: several GPUs share the tokens of WanTransformer3DModel: .* take one GPU",
-    "edit": "ConfigError: several GPUs share the tokens of WanTransformer3DModel: .* take one GPU",
+    "function": "ConfigError: several GPUs share the tokens and heads of Wan.*: .* takes one GPU",
+    "edit": "ConfigError: several GPUs share the tokens and heads of Wan.*: .* takes one GPU",
     "different": "ConfigError: processes that share a transformer capture different things",
     "gradients": "ConfigError: no gradients are computed of a call that several GPUs share",
     "alone": "ConfigError: another process did not capture within 1 s",
