@@ -10,6 +10,7 @@ out, whose logit is NaN then.
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isqrt
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from wan.keys import (
     send,
     slot_frames,
 )
-from wan.masks import Runs
+from wan.masks import QueryRun, Runs
 
 CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
 
@@ -217,9 +218,18 @@ def values_of_runs(
     NaN where none is. No logit is formed but by kernels.
     """
     items = []
-    for item, of_item in enumerate(runs):
-        parts = q[item : item + 1], k[item : item + 1], of_item
-        items.append(_values_of_item(parts, num_query_frames, num_slots, around, around_q, mass))
+    for item, runs_of_item in enumerate(runs):
+        of_item = _values_of_item(
+            q[item : item + 1, around_q[0] : q.shape[1] - around_q[1]],
+            k[item : item + 1],
+            runs=runs_of_item,
+            num_query_frames=num_query_frames,
+            num_slots=num_slots,
+            around=around,
+            first_row=around_q[0],
+            mass=mass,
+        )
+        items.append(of_item)
     values = {name: torch.cat([values[name] for values in items]) for name in items[0]}
     if not any(around):
         values.pop("condition_mass", None)
@@ -228,75 +238,102 @@ def values_of_runs(
     return values
 
 
+class Segment(NamedTuple):
+    """Consecutive keys of one slot that every query sees together, or not at all."""
+
+    start: int
+    stop: int
+    slot: int  # -1: of no frame
+
+
+def segments_of_keys(runs: Runs, len_k: int, num_slots: int, around: tuple[int, int]) -> list[Segment]:
+    """Cut the keys of an item where a slot, or an interval that some queries see, begins or ends."""
+    first, end = around[0], len_k - around[1]  # keys of frames
+    size = (end - first) // num_slots
+    cuts = {0, end, len_k} | {first + n * size for n in range(num_slots)}
+    for run in runs:
+        for interval in run.keys:
+            cuts.update(interval)
+    segments = []
+    for start, stop in pairwise(sorted(cuts)):
+        slot = -1
+        if first <= start < end:
+            slot = (start - first) // size
+        segments.append(Segment(start, stop, slot))
+    return segments
+
+
 def _values_of_item(
-    parts: tuple[Tensor, Tensor, Runs],
+    q: Tensor,
+    k: Tensor,
+    runs: Runs,
     num_query_frames: int,
     num_slots: int,
     around: tuple[int, int],
-    around_q: tuple[int, int],
+    first_row: int,
     mass: bool,
 ) -> dict[str, Tensor]:
-    """values_of_runs of one item."""
-    (q, k, runs), (before, behind) = parts, around
-    q = q[:, around_q[0] : q.shape[1] - around_q[1]]
-    heads, len_k = q.shape[2], k.shape[1]
-    S, size = q.shape[1] // num_query_frames, (len_k - before - behind) // num_slots
-    # 1. Segments of keys: cut where a slot or an interval begins or ends. Slot -1 is of no frame.
-    cuts = {0, before, len_k - behind, len_k} | {before + n * size for n in range(num_slots)}
-    cuts |= {edge for run in runs for interval in run.keys for edge in interval}
-    segments = list(pairwise(sorted(cuts)))
-    slots = []
-    for start, _ in segments:
-        slot = -1
-        if before <= start < len_k - behind:
-            slot = (start - before) // size
-        slots.append(slot)
-    key_sums = torch.stack([k[0, start:stop].sum(0, dtype=torch.float32) for start, stop in segments], 1)
-    # 2. Pieces of queries: of one frame and one run.
-    sums = torch.zeros(heads, num_query_frames, num_slots, device=q.device)
+    """values_of_runs of one item, whose q [1, Fq·S, H, D] are of frames, from first_row of its runs on."""
+    _, len_q, heads, head_dim = q.shape
+    S, len_k, (before, behind) = len_q // num_query_frames, k.shape[1], around
+    # 1. Sums of the keys of each segment, [H, segments, D]. A logit is linear in its key.
+    segments = segments_of_keys(runs, len_k, num_slots, around)
+    sums_of_keys = [k[0, segment.start : segment.stop].sum(0, dtype=torch.float32) for segment in segments]
+    key_sums = torch.stack(sums_of_keys, 1)
+    # 2. Sums by query frame and slot: of logits, of pairs that are seen, of mass; and mass on each other key.
+    logits = torch.zeros(heads, num_query_frames, num_slots, device=q.device)
     pairs = torch.zeros(num_query_frames, num_slots)
     masses = torch.zeros(heads, num_query_frames, num_slots, device=q.device)
-    beside = torch.zeros(heads, num_query_frames, before + behind, device=q.device)
+    other_masses = torch.zeros(heads, num_query_frames, before + behind, device=q.device)
     for run in runs:
-        first = max(run.rows[0] - around_q[0], 0)
-        last = min(run.rows[1] - around_q[0], q.shape[1])
-        seen = [n for n, (a, b) in enumerate(segments) if any(x <= a and b <= y for x, y in run.keys)]
+        # 3. The run's queries of frames, and the segments that they see. Those of frames are neighbours: the
+        #    others lie before or behind all of them.
+        first, last = max(run.rows[0] - first_row, 0), min(run.rows[1] - first_row, len_q)
+        seen = [n for n, segment in enumerate(segments) if is_seen(segment, run)]
         if last <= first or not seen:
             continue
-        # Those of frames are neighbours: the others lie before or behind all of them.
-        of_frames = [n for n in seen if slots[n] >= 0]
-        places = slice(0, 0)
-        if of_frames:
-            places = slice(seen.index(of_frames[0]), seen.index(of_frames[-1]) + 1)
-        columns = send(torch.tensor([slots[n] for n in of_frames], dtype=torch.int64), q.device)
+        of_frames = [n for n in seen if segments[n].slot >= 0]
+        others = [segments[n] for n in seen if segments[n].slot < 0]
         frame_keys = key_sums[:, as_index(of_frames, q.device)]
+        slots = send(torch.tensor([segments[n].slot for n in of_frames], dtype=torch.int64), q.device)
+        places = as_index([seen.index(n) for n in of_frames], q.device)
         if mass:
-            shares = segment_lse(q[:, first:last], k, [segments[n] for n in seen])[0]  # [H, segments, rows]
-            of_all = shares.logsumexp(1)  # [H, rows]
-            shares = shares.sub_(of_all[:, None]).exp_()
+            # The softmax mass of each query on each segment, [H, segments, rows], from log-sum-exps.
+            lses = segment_lse(q[:, first:last], k, [segments[n][:2] for n in seen])[0]
+            lse = lses.logsumexp(1)  # [H, rows]
+            shares = lses.sub_(lse[:, None]).exp_()
+        # 4. Add the queries of one frame at once.
         for frame in range(first // S, (last - 1) // S + 1):
             rows = slice(max(first, frame * S), min(last, (frame + 1) * S))
-            count, shifted = rows.stop - rows.start, slice(rows.start - first, rows.stop - first)
-            query_sum = q[0, rows].sum(0, dtype=torch.float32) * q.shape[-1] ** -0.5  # [H, D]
-            sums[:, frame].index_add_(1, columns, (frame_keys @ query_sum[..., None])[..., 0])
+            count = rows.stop - rows.start
+            query_sum = q[0, rows].sum(0, dtype=torch.float32) * head_dim**-0.5  # [H, D]
+            logits[:, frame].index_add_(1, slots, (frame_keys @ query_sum[..., None])[..., 0])
             for n in of_frames:
-                pairs[frame, slots[n]] += count * (segments[n][1] - segments[n][0])
+                pairs[frame, segments[n].slot] += count * (segments[n].stop - segments[n].start)
             if not mass:
                 continue
-            masses[:, frame].index_add_(1, columns, shares[:, places, shifted].sum(2))
-            for start, stop in (segments[n] for n in seen if slots[n] < 0):
-                ahead = 0
-                if start >= before:  # those behind follow those before
-                    ahead = len_k - behind - before
-                weights = _mass_of_tokens(q[:, rows], k[:, start:stop], of_all[None, :, shifted])
-                beside[:, frame, start - ahead : stop - ahead] += weights[0] * count
-    # 3. Means.
+            in_run = slice(rows.start - first, rows.stop - first)
+            masses[:, frame].index_add_(1, slots, shares[:, places, in_run].sum(2))
+            for segment in others:
+                weights = _mass_of_tokens(
+                    q[:, rows], k[:, segment.start : segment.stop], lse[None, :, in_run]
+                )
+                start = segment.start
+                if start >= before:  # columns of keys behind the frames follow those before them
+                    start -= len_k - behind - before
+                other_masses[:, frame, start : start + weights.shape[2]] += weights[0] * count
+    # 5. Means.
     on_device = send(pairs, q.device)
-    values = {"frame_logits": (sums / on_device)[None]}
+    values = {"frame_logits": (logits / on_device)[None]}
     if mass:
-        values |= {"frame_mass": masses[None] / S, "condition_mass": beside[None] / S}
+        values |= {"frame_mass": masses[None] / S, "condition_mass": other_masses[None] / S}
     values["attended"] = (on_device > 0).expand(1, heads, -1, -1).clone()
     return values
+
+
+def is_seen(segment: Segment, run: QueryRun) -> bool:
+    """Return whether the queries of a run see a segment of keys."""
+    return any(start <= segment.start and segment.stop <= stop for start, stop in run.keys)
 
 
 def segment_lse(q: Tensor, k: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
