@@ -32,14 +32,13 @@ class Rope(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """What every layer takes in a forward, beside the residual stream [B, L, dim].
+    """What all layers of a forward take alike; x and the text's keys and values are of each layer alone.
 
     Without a KV cache the keys are the call's own: layout says what they are, and mask what may be attended.
     """
 
     time: Tensor  # time projection per frame, float32 [B, F or 1, 6, dim]
     rope: Rope
-    text: TextKeysValues  # the prompt's keys and values, of all layers
     kv_cache: Cache = None
     mask: Mask = None
     layout: KeyLayout | None = None
@@ -265,8 +264,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(dim, config.ffn_dim, layer)
         self.modulation = random_rows(6, dim)
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """[B, L, dim] -> [B, L, dim]."""
+    def forward(self, x: Tensor, text: tuple[Tensor, Tensor], inputs: LayerInputs) -> Tensor:
+        """[B, L, dim] -> [B, L, dim]; text are the prompt's keys and values, [B, n, H, D] each."""
         # 1. Shift, scale and gate of both sublayers (AdaLN-zero of DiT, arXiv 2212.09748).
         x = sites.hook_point("resid_pre", self.layer, x)
         attend, feed = self.modulations(inputs.time)
@@ -280,7 +279,6 @@ class Block(nn.Module):
         # 2. Self-attention over the KV cache, cross-attention to the text, FFN; each adds to the stream.
         normed = modulated_norm(x, attend.scale, attend.shift, self.eps)
         seen = self.self_attn(normed, inputs)
-        text = inputs.text[self.layer]
         x, fed = self.feed(x, seen, attend, feed, text)
         return sites.hook_point("resid_post", self.layer, gated_add(x, fed, feed.gate))
 
@@ -428,15 +426,16 @@ class WanModel(nn.Module):
         layout = None
         if kv_cache is None:
             layout = KeyLayout.of_frames(frames, x.shape[1])
-        inputs = LayerInputs(time=rows, rope=rope, text=text, kv_cache=kv_cache, mask=mask, layout=layout)
-        x = self.run_layers(x, inputs)
+        inputs = LayerInputs(time=rows, rope=rope, kv_cache=kv_cache, mask=mask, layout=layout)
+        x = self.run_layers(x, text, inputs)
         # 4. Tokens to flow.
         return self.flow_of(x, time, grid_h, grid_w)
 
-    def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+    def run_layers(self, x: Tensor, text: TextKeysValues, inputs: LayerInputs) -> Tensor:
         """Run all layers one after the other, [B, L, dim] -> [B, L, dim]."""
-        for block in self.blocks:
-            x = block(x, inputs)
+        # A layer that took its text by its own number would be compiled anew for each layer.
+        for block, block_text in zip(self.blocks, text, strict=True):
+            x = block(x, block_text, inputs)
         return x
 
     def flow_of(self, x: Tensor, time: Tensor, height: int, width: int) -> Tensor:

@@ -77,8 +77,8 @@ class Watch:
             hook.remove()
 
     def read(self, module, args):
-        _, inputs = args
-        self.text = inputs.text[module.layer][0].double()
+        _, (keys, _), _ = args
+        self.text = keys.double()
 
     def compare(self, module, args, out):
         x, inputs = args

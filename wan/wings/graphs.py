@@ -251,23 +251,22 @@ class ReplayedBlock:
         self.copied: dict[Hashable, weakref.ref[Tensor]] = {}  # and whose they are now
         self.calls: Counter[Hashable] = Counter()  # without graphs
 
-    def __call__(self, x: Tensor, inputs: wan_model.LayerInputs) -> Tensor:
+    def __call__(self, x: Tensor, text: tuple[Tensor, Tensor], inputs: wan_model.LayerInputs) -> Tensor:
         # 1. Training and whoever looks inside a layer need its Python; so do the first calls of a shape, and
         #    the recording of a whole pass.
         if self.recorder.is_whole:
-            return self.eager(x, inputs)
+            return self.eager(x, text, inputs)
         by, attn, kv_cache = sites.observer(), self.block.self_attn, inputs.kv_cache
         hidden = sites.is_hidden(self.block.layer) or (by and by.wants(self.block.cross_attn.site))
         if kv_cache is None or inputs.mask is not None or hidden or torch.is_grad_enabled():
             if any(isinstance(watcher, SiteCapture) for watcher in sites.watchers()):
                 say_that_graphs_wait()
-            return self.eager(x, inputs)
-        text = inputs.text[self.block.layer]
+            return self.eager(x, text, inputs)
         with_raw = attn.site.shard is not None and kv_cache.stores_raw  # one GPU has them between the graphs
         key = with_raw, x.shape, inputs.time.shape, inputs.rope.keys[0].shape, text[0].shape
         if self.calls[key] < self.after:
             self.calls[key] += 1
-            return self.eager(x, inputs)
+            return self.eager(x, text, inputs)
 
         # 2. Bring the inputs to the addresses that the graphs know.
         if key not in self.fixed:  # of all layers
@@ -277,13 +276,13 @@ class ReplayedBlock:
             self.fixed[key] = kind(x, inputs, attn.num_heads)
         fixed = self.fixed[key]
         fixed.take(x, inputs)
-        text = self.text_of(text)
+        fixed_text = self.text_of(text)
         # 3. Graph, attention, graph.
         if ("before", key) not in self.graphs:
             fixed.project(self.block, with_raw)  # compiles what no call without graphs did; finds addresses
         self._replay(("before", key), lambda: fixed.project(self.block, with_raw))
         fixed.attend(attn, inputs)
-        self._replay(("after", key), lambda: fixed.finish(self.block, text))
+        self._replay(("after", key), lambda: fixed.finish(self.block, fixed_text))
         return fixed.x
 
     def text_of(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -357,29 +356,30 @@ class ReplayedPass:
         self.newest: weakref.ref[kv.KVCache] | None = None  # the newest cache, and its addresses
         self.addresses: tuple[int, ...] = ()
 
-    def __call__(self, x: Tensor, inputs: wan_model.LayerInputs) -> Tensor:
+    def __call__(self, x: Tensor, text: wan_model.TextKeysValues, inputs: wan_model.LayerInputs) -> Tensor:
         by = sites.observer()
         # 1. A pass that needs Python runs layer by layer; so do the first of a kind.
-        key = self.key_of(x, inputs, by)
+        key = self.key_of(x, text, inputs, by)
         if key is None:
-            return self.in_turn(x, inputs)
+            return self.in_turn(x, text, inputs)
         if key not in self.passes and not self.is_due(key):
             self.count(key)
-            return self.watched_in_turn(key, x, inputs, by)
+            return self.watched_in_turn(key, x, text, inputs, by)
         if key in self.passes and self.passes[key] is None:
-            return self.in_turn(x, inputs)
+            return self.in_turn(x, text, inputs)
         # 2. Copy the inputs to the addresses that the graph reads.
         if key.shapes not in self.fixed:
             self.fixed[key.shapes] = Inputs(x, inputs)
         fixed = self.fixed[key.shapes]
         fixed.take(x, inputs)
-        text = [layer.text_of(pair) for layer, pair in zip(self.layers, inputs.text, strict=True)]
-        at_fixed = replace(inputs, time=fixed.time, rope=fixed.rope, text=text)
+        fixed_text = [layer.text_of(pair) for layer, pair in zip(self.layers, text, strict=True)]
+        fixed_inputs = replace(inputs, time=fixed.time, rope=fixed.rope)
         # 3. Record, and replay.
         whole = self.passes.get(key)
         if whole is None:
             whole = self.passes[key] = WholePass(fixed.x)
-            whole.replay = self.recorder.record(partial(self.run, whole, fixed.x, at_fixed, by))
+            run = partial(self.run, whole, fixed.x, fixed_text, fixed_inputs, by)
+            whole.replay = self.recorder.record(run)
         whole.replay()
         # 4. Copy captured values out of the graph's memory.
         if by and whole.flat is not None:
@@ -399,18 +399,25 @@ class ReplayedPass:
         self.counts[key] += 1
 
     def watched_in_turn(
-        self, key: PassKey, x: Tensor, inputs: wan_model.LayerInputs, by: capture.Capture | None
+        self,
+        key: PassKey,
+        x: Tensor,
+        text: wan_model.TextKeysValues,
+        inputs: wan_model.LayerInputs,
+        by: capture.Capture | None,
     ) -> Tensor:
         """Run layer by layer; remember a pass of which more is captured than a graph can hold."""
         if by is None:
-            return self.in_turn(x, inputs)
+            return self.in_turn(x, text, inputs)
         before = len(by.calls)
-        x = self.in_turn(x, inputs)
+        x = self.in_turn(x, text, inputs)
         if not all(map(fits_a_graph, by.calls[before:])):
             self.passes[key] = None
         return x
 
-    def key_of(self, x: Tensor, inputs: wan_model.LayerInputs, by: object) -> PassKey | None:
+    def key_of(
+        self, x: Tensor, text: wan_model.TextKeysValues, inputs: wan_model.LayerInputs, by: object
+    ) -> PassKey | None:
         """Return the key under which a pass is recorded; None if it needs Python."""
         # 1. Whole passes are replayed by several GPUs with peer memory, or where they are asked for.
         shard, kv_cache = self.model.head_shard, inputs.kv_cache
@@ -435,7 +442,7 @@ class ReplayedPass:
             self.newest = weakref.ref(kv_cache)
             self.addresses = tuple(buffer.data_ptr() for buffer in (*kv_cache.keys, *kv_cache.values))
         return PassKey(
-            shapes=(x.shape, inputs.time.shape, inputs.rope.keys[0].shape, inputs.text[0][0].shape),
+            shapes=(x.shape, inputs.time.shape, inputs.rope.keys[0].shape, text[0][0].shape),
             addresses=self.addresses,
             num_slots=len(kv_cache.slots),
             own=(kv_cache.own.start, kv_cache.own.stop),
@@ -468,7 +475,12 @@ class ReplayedPass:
         return tuple(wanted)
 
     def run(
-        self, whole: WholePass, x: Tensor, inputs: wan_model.LayerInputs, by: capture.Capture | None
+        self,
+        whole: WholePass,
+        x: Tensor,
+        text: wan_model.TextKeysValues,
+        inputs: wan_model.LayerInputs,
+        by: capture.Capture | None,
     ) -> None:
         """Run the layers one by one and concatenate the values that a capture keeps."""
         beside: CaptureBeside | None = None
@@ -477,7 +489,7 @@ class ReplayedPass:
         self.recorder.is_whole = True
         try:
             with sites.observed(beside):
-                whole.x = self.in_turn(x, inputs)
+                whole.x = self.in_turn(x, text, inputs)
         finally:
             self.recorder.is_whole = False
         if beside and beside.calls:

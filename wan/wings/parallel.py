@@ -116,6 +116,7 @@ def is_first_to_fail(message: str) -> bool:
 
 # The model.
 
+LayerArguments = tuple[Tensor, tuple[Tensor, Tensor], wan_model.LayerInputs]  # of Block.forward()
 Alike = Sequence[tuple[Any, int]]  # runs of calls: names, shapes and dtypes of their values, and how many
 
 
@@ -244,15 +245,13 @@ def apply_head_parallel(model: wan_model.CausalWanModel, group: Group) -> None:
         return wan_model.Rope(queries, (shard.tokens(k_cos, 0), shard.tokens(k_sin, 0)))
 
     # Layer 0 takes this process's tokens, the head's output is joined: [B, L/P, dim] in between.
-    def own_tokens(
-        block: nn.Module, args: tuple[Tensor, wan_model.LayerInputs]
-    ) -> tuple[Tensor, wan_model.LayerInputs]:
-        x, inputs = args
+    def own_tokens(block: nn.Module, args: LayerArguments) -> LayerArguments:
+        x, text, inputs = args
         if inputs.mask is not None or inputs.time.shape[1] != 1:
             raise ConfigError(
                 "several GPUs make rollouts: no mask, and one timestep for all frames of a call"
             )
-        return shard.tokens(x, 1), inputs
+        return shard.tokens(x, 1), text, inputs
 
     own_tokens.is_replayed = True  # type: ignore[attr-defined]  # a graph of a whole pass has it
     vars(model)["rope_tables"] = own_tables
