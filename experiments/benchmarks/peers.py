@@ -28,6 +28,7 @@ from experiments.benchmarks import rows
 from experiments.benchmarks.rows import Row, seconds_of
 from experiments.provenance import choose_device
 from experiments.running.cli import main
+from wan.cache import CachePolicy
 from wan.config import RunConfig
 from wan.vae import VAE
 
@@ -106,10 +107,12 @@ class PublicCode:
     def text_keys_values(self, text: Tensor) -> Tensor:
         return text  # it projects the text itself
 
-    def new_kv_cache(self, batch: int, frames: int, height: int, width: int, *policy: Any) -> "PublicCode":
+    def new_kv_cache(
+        self, batch: int, num_frames: int, height: int, width: int, policy: CachePolicy, block_size: int
+    ) -> "PublicCode":
         """Make buffers of the whole video and of the text, and where each ends."""
         self.tokens_per_frame = self.config.tokens_per_frame(height, width)
-        self.length, noise = frames * self.tokens_per_frame, self.rollout.noise
+        self.length, noise = num_frames * self.tokens_per_frame, self.rollout.noise
 
         def buffers(length: int, ends: dict[str, torch.dtype]) -> dict[str, Tensor]:
             shape = (batch, length, self.config.num_heads, self.config.head_dim)
