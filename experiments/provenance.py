@@ -61,9 +61,9 @@ def choose_device(name: str, offload: bool = False) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    there = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= there:
-        raise errors.ConfigError(f"device {name} was asked for; CUDA devices here: {there}; use --device cpu")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise errors.ConfigError(f"device {name} was asked for; CUDA devices here: {count}; use --device cpu")
     if offload and device.type != "cuda":
         raise errors.ConfigError(f"--offload serves a GPU, and the device is {device}; leave it out")
     # Triton launches a kernel on the current GPU, wherever its tensors are
@@ -75,42 +75,50 @@ def choose_device(name: str, offload: bool = False) -> torch.device:
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto is bfloat16 on a GPU and float32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.float32
 
 
 def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
     """Return where umT5 runs, which its bits depend on: t5_cpu alone says it, whatever else is offloaded."""
-    return torch.device("cpu") if config.t5_cpu else device
+    if config.t5_cpu:
+        return torch.device("cpu")
+    return device
 
 
 def threads_for(noise: Tensor, model_config: ModelConfig) -> AbstractContextManager[None]:
     """One CPU thread for the rollout of a small model: two were 80 times slower on a busy machine."""
-    small = noise.device.type == "cpu" and noise[0].numel() * model_config.dim < 1 << 24
-    return one_thread() if small else nullcontext()
+    if noise.device.type == "cpu" and noise[0].numel() * model_config.dim < 1 << 24:
+        return one_thread()
+    return nullcontext()
 
 
 def decoding_threads(device: torch.device, height: int, width: int) -> AbstractContextManager[None]:
     """One CPU thread for the decoder of small latents: two were seven times slower on a busy machine."""
-    small = device.type == "cpu" and height * width < SMALL_LATENT
-    return one_thread() if small else nullcontext()
+    if device.type == "cpu" and height * width < SMALL_LATENT:
+        return one_thread()
+    return nullcontext()
 
 
 # --- One identity
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of the packages whose code computes."""
-    found = {}
+    by_package = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):  # a checkout that is on the path, but not installed
-            found[name] = version(name)
-    return found | {"torch": str(torch.__version__)}  # its build too, which PyPI's wheels do not name
+            by_package[name] = version(name)
+    return by_package | {"torch": str(torch.__version__)}  # its build too, which PyPI's wheels do not name
 
 
 def device_name(device: torch.device) -> str:
     """Return cpu, or the name of the GPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
 
 
 def digest_of(values: Any) -> str:
@@ -135,7 +143,9 @@ def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
     others = json.loads(json.dumps(values, sort_keys=True, default=str), object_hook=without_text)
     if not texts:
         return digest_of(values)[:32]
-    of_texts = "f" * 8 if None in texts else digest_of(texts)[:8]
+    of_texts = digest_of(texts)[:8]
+    if None in texts:
+        of_texts = "f" * 8
     return ONLY + digest_of(others)[:8] + of_texts + NO_RESULT
 
 
@@ -167,18 +177,21 @@ def identity(
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-    edits = config_edits(config) if edits is None else edits
-    kinds = policy_classes(config)
+    if edits is None:
+        edits = config_edits(config)
+    if files is None:
+        files = files_of(config, weights, edits)
+    policies = [identity_of_class(kind) for kind in policy_classes(config)]
     values = {
         **number_settings(config),
         "sizes": asdict(checkpoint.read_model_config(config.ckpt_dir)),
         "weights_sha256": weights_sha256 or weights_hash(weights).result(),
-        "files": list(files_of(config, weights, edits) if files is None else files),
+        "files": list(files),
         "edits": [edit.identity_values() for edit in edits],
         # What is merged in which order and how much; the files are among files
         "lora": [(Path(lora.path).name, lora.strength, lora.rank, lora.alpha) for lora in config.loras],
         "dtype": str(dtype).removeprefix("torch."),
-        "policies": [policy for kind in kinds if (policy := identity_of_class(kind))],
+        "policies": [policy for policy in policies if policy],
         "numbers": NUMBERS,
         **more,
     }
@@ -201,7 +214,9 @@ def weights_hash(path: Path) -> Future[str]:
 def model_facts(config: RunConfig) -> dict[str, str | None]:
     """Return what tells the model of a run: name, weights by their SHA-256, LoRAs. It hashes the weights."""
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-    values = {"model": config.model, "weights": "checkpoint" if config.checkpoint_path else "base"}
+    values = {"model": config.model, "weights": "base"}
+    if config.checkpoint_path:
+        values["weights"] = "checkpoint"
     values["weights_file"] = " + ".join([weights.name, *map(str, config.loras)])
     return facts_of_model(values | {"weights_sha256": weights_hash(weights).result()})
 
@@ -224,10 +239,12 @@ def video_tag(
 
     decoder is a dtype of the VAE, or a Preview's identity; files are the VAE's as they were when it was read.
     """
-    is_dtype = decoder in get_args(DType)
-    made_by = str(choose_dtype(decoder, choose_device(config.device))) if is_dtype else decoder
-    files = (vae_files(config) if files is None else files) if is_dtype else []
-    return f"{run} {fingerprint({'vae': files, 'by': made_by})}"
+    if decoder not in get_args(DType):  # a Preview's identity names its file
+        return f"{run} {fingerprint({'vae': [], 'by': decoder})}"
+    if files is None:
+        files = vae_files(config)
+    dtype = choose_dtype(decoder, choose_device(config.device))
+    return f"{run} {fingerprint({'vae': files, 'by': str(dtype)})}"
 
 
 # --- What caches say
@@ -235,13 +252,16 @@ def provenance(
     files: Sequence[checkpoint.FileRecord], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """Return files, versions, device, dtype and a GPU's attention kernel, as caches have them."""
-    return {
+    facts = {
         "files": files,
         "versions": versions(),
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
-        **({"attention": kernel} if (kernel := kernel_name(device, dtype)) else {}),
     }
+    kernel = kernel_name(device, dtype)
+    if kernel:
+        facts["attention"] = kernel
+    return facts
 
 
 def files_of(
@@ -254,12 +274,17 @@ def files_of(
 
     of_model are the model's as they were when it was loaded; edits read theirs anew for every rollout.
     """
-    edits = config_edits(config) if edits is None else edits
+    if edits is None:
+        edits = config_edits(config)
     for edit in edits:
         edit.check_source(config)
-    found = [*(model_files(config, weights_file) if of_model is None else of_model)]
-    found += [each for each in checkpoint.describe_files(edit_files(config, edits)) if each not in found]
-    return sorted(found, key=lambda each: each["name"])
+    if of_model is None:
+        of_model = model_files(config, weights_file)
+    files = list(of_model)
+    for file in checkpoint.describe_files(edit_files(config, edits)):
+        if file not in files:
+            files.append(file)
+    return sorted(files, key=lambda file: file["name"])
 
 
 def model_files(config: RunConfig, weights_file: Path) -> list[checkpoint.FileRecord]:
@@ -268,16 +293,24 @@ def model_files(config: RunConfig, weights_file: Path) -> list[checkpoint.FileRe
     named: list[str | Path] = [file for item in config.loras for file in lora.lora_files(item.path)]
     if classes:
         named.append(str(classes))
-    named += [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
+    if config.prompt_embeds:
+        named.append(config.prompt_embeds)
+    else:
+        named += encoder_files(config.ckpt_dir)
     return checkpoint.describe_files([weights_file, *named])
 
 
 def edit_files(config: RunConfig, edits: Sequence[Any]) -> list[str]:
     """List what each rollout reads: of edits files of means and sources' weights, and the first frames."""
-    files = [file for edit in edits for file in edit.files]
-    base = [checkpoint.part_file(config.ckpt_dir, "transformer")] if "base" in files else []
-    files += [config.first_frames] if config.first_frames else []
-    return [str(base[0] if file == "base" else file) for file in files]
+    files = []
+    for edit in edits:
+        for file in edit.files:
+            if file == "base":
+                file = checkpoint.part_file(config.ckpt_dir, "transformer")
+            files.append(str(file))
+    if config.first_frames:
+        files.append(config.first_frames)
+    return files
 
 
 def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:
@@ -311,9 +344,11 @@ def environment(device: torch.device) -> dict:
     git = os.environ.get("GIT_COMMIT")  # where the tree travelled without its history
     if git is None and shutil.which("git"):
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    threads = f"{torch.get_num_threads()} CPU threads"
+    name = f"{torch.get_num_threads()} CPU threads"
+    if device.type == "cuda":
+        name = device_name(device)
     return {
-        "device": device_name(device) if device.type == "cuda" else threads,
+        "device": name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
