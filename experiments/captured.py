@@ -461,6 +461,8 @@ class Captured:
             raise errors.ConfigError('no words were asked for: capture(session, words=["circle"])')
         asked = self.asked_words
         run = run or self._last()
+        if not isinstance(run, Run):
+            raise errors.ConfigError(f"words takes a run of this capture, not {errors.short_repr(run)}")
         run.require_gathered()
         return words_of_prompts.maps_of_run(run, asked.words, each=asked.by_head, direction=direction)
 

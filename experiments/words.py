@@ -131,15 +131,17 @@ class WordMaps(Mapping[str, Tensor]):
     def plot(self, frames: Sequence[int] | None = None) -> "Figure":
         """Draw a row for each word over frames of the video, by default six from first to last."""
         count = len(self.mean(next(iter(self))))
-        if frames is None:
-            frames = sorted({round(n * (count - 1) / max(1, PANELS - 1)) for n in range(PANELS)})
+        chosen = errors.as_numbers("frames", frames)
+        if chosen is None:
+            chosen = sorted({round(n * (count - 1) / max(1, PANELS - 1)) for n in range(PANELS)})
+        check_indices("frame", chosen, count)
         pixels = self.run.video.numpy()
-        pictures = {frame: pixels[_last_video_frame(frame, len(pixels), count)] for frame in frames}
-        maps = {word: self.mean(word)[list(frames)].numpy() for word in self}
+        pictures = {frame: pixels[_last_video_frame(frame, len(pixels), count)] for frame in chosen}
+        maps = {word: self.mean(word)[chosen].numpy() for word in self}
         figures = import_module("experiments.figures.video_maps")  # loads matplotlib
         return figures.map_rows(
             maps,
-            frames,
+            chosen,
             pictures,
             title="Where the video reads each word",
             subtitle=f'"{self.run.config.prompt}", mean over {len(self.layers)} layers',
@@ -189,7 +191,8 @@ def maps_of_run(
         )
     if not calls:
         raise files.RunError(
-            f"no {name} of words was captured: capture(session, words=[...]), and generate inside"
+            f"no {name} of words was captured: capture(session, words=[...]), and generate inside, with "
+            "layers and steps that the run has"
         )
     rows, columns = token_grid_of(run, calls[0])
     layers = sorted({call.site.layer for call in calls})

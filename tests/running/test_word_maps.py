@@ -105,6 +105,12 @@ def test_each_keeps_all_axes(run):
 def test_maps_are_drawn_and_laid_over_the_video(run, tmp_path):
     maps = words.maps_of_run(run, ["circle", "blue"])
     assert len(maps.plot(frames=[0, 5]).axes) >= 4
+    with refused("frame 6 is not in 0..5"):
+        maps.plot(frames=6)
+    nowhere = words.WordMaps(
+        {"circle": torch.zeros(6, 4, 4)}, run, [0], [0]
+    )  # of a word that was knocked out
+    assert np.isfinite(nowhere.plot().axes[0].images[0].get_array()).all()
     path = maps.save(tmp_path / "maps.mp4")
     assert mp4.count_frames(path) == len(run.video)
     with pytest.raises(CacheError, match="mp4"):
@@ -291,3 +297,8 @@ def test_what_has_no_words_is_refused_before_the_video():
         capture(small_wan_pipeline().transformer, words=["circle"]).__enter__()
     with capture(session) as captured, refused("no words were asked for"):
         captured.words()
+    with (
+        capture(session, words="circle") as captured,
+        refused("words takes a run of this capture, not 'run'"),
+    ):
+        captured.words("run")
