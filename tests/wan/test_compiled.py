@@ -1,6 +1,6 @@
 """Transformers under torch.compile: they run uncompiled while they are watched, and are compiled afterwards.
 
-The backends count what they are asked to compile, and compute what they are given.
+The backends count what they are asked to compile, and compute what they get.
 """
 
 import copy
@@ -72,9 +72,9 @@ def fresh():
     torch.compiler.reset()
 
 
-def run(model, given):
+def run(model, arguments):
     with torch.no_grad():
-        return model(**given)[0]
+        return model(**arguments)[0]
 
 
 def state_of(model):
@@ -86,29 +86,29 @@ def state_of(model):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compiled_model_is_captured_uncompiled_and_left_as_it_was(way):
-    (model, given), backend = made("wan"), Counting()
+    (model, arguments), backend = made("wan"), Counting()
     with capture_diffusers(model, granularity="frame") as calls:
-        plain = run(model, given)
-    expected, made_of = [call.values["frame_mass"] for call in calls], live_weights({None: model})
+        plain = run(model, arguments)
+    expected, weights = [call.values["frame_mass"] for call in calls], live_weights({None: model})
     model = WAYS[way](model, backend=backend)
     is_called = way == "blocks"  # tracing the others takes seconds
     if is_called:
-        run(model, given)
+        run(model, arguments)
         assert backend.count
     count, before = backend.count, state_of(model)
     frames = {"granularity": "frame"}
     with (
-        pytest.warns(UserWarning, match="is compiled.* runs uncompiled") as told,
+        pytest.warns(UserWarning, match="is compiled.* runs uncompiled") as messages,
         capture_diffusers(model, **frames),
         capture_diffusers(model, **frames) as calls,
     ):
-        assert torch.equal(run(model, given), plain)
-        assert live_weights({None: compiled.plain(model)}).sampled == made_of.sampled
+        assert torch.equal(run(model, arguments), plain)
+        assert live_weights({None: compiled.plain(model)}).sampled == weights.sampled
     assert all(torch.equal(a, b.values["frame_mass"]) for a, b in zip(expected, calls, strict=True))
-    assert len(told) == 1 and backend.count == count and state_of(model) == before
-    assert live_weights({None: compiled.plain(model)}).sampled == made_of.sampled
+    assert len(messages) == 1 and backend.count == count and state_of(model) == before
+    assert live_weights({None: compiled.plain(model)}).sampled == weights.sampled
     if is_called:
-        run(model, given)
+        run(model, arguments)
         assert backend.count == count
 
 
@@ -118,18 +118,18 @@ def test_a_run_says_that_its_transformer_ran_uncompiled(tmp_path):
     session = load(pipe)
     with capture(pipe, layers=[1]) as seen:
         plain = sample(pipe)
-    one = seen.runs[0]
+    run_before = seen.runs[0]
     pipe.transformer.compile_repeated_blocks(backend=backend)
     pipe.transformer = torch.compile(pipe.transformer, backend=backend)
     wrapper = pipe.transformer
     with pytest.warns(UserWarning, match="Wan.* is compiled"), capture(pipe, layers=[1]) as seen:
         assert torch.equal(sample(pipe), plain)
-    other = seen.runs[0]
+    watched = seen.runs[0]
     assert load(pipe) is session and pipe.transformer is wrapper and not backend.count
-    assert other.common["uncompiled"] == ["transformer"] and "uncompiled" not in one.common
-    assert "transformer ran uncompiled" in repr(other) and "transformer ran uncompiled" in repr(seen)
+    assert watched.common["uncompiled"] == ["transformer"] and "uncompiled" not in run_before.common
+    assert "transformer ran uncompiled" in repr(watched) and "transformer ran uncompiled" in repr(seen)
     for name in ("fingerprint", "live_weights"):
-        assert other.common[name] == one.common[name]
+        assert watched.common[name] == run_before.common[name]
     path = seen.atlas().save(tmp_path / "theirs.pt")
     assert Atlas.open(path)["uncompiled"] == ["transformer"]
     with (
@@ -143,32 +143,38 @@ def test_a_run_says_that_its_transformer_ran_uncompiled(tmp_path):
 def test_a_run_that_nobody_watches_stays_compiled():
     pipe, backend = small_wan_pipeline(), Counting()
     pipe.transformer.compile_repeated_blocks(backend=backend)
-    given = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 1, "max_sequence_length": 16}
+    arguments = {
+        "height": 64,
+        "width": 64,
+        "num_frames": 5,
+        "num_inference_steps": 1,
+        "max_sequence_length": 16,
+    }
     with warnings.catch_warnings(action="error", category=UserWarning):
-        run = load(pipe).generate("a circle", **given, guidance_scale=1.0, output_type="latent")
+        run = load(pipe).generate("a circle", **arguments, guidance_scale=1.0, output_type="latent")
     assert backend.count and "uncompiled" not in run.common
 
 
 def test_edits_and_errors_leave_what_was_compiled():
-    (model, given), backend = made("wan"), Counting()
+    (model, arguments), backend = made("wan"), Counting()
     with intervene(model, OF_FIRST):
-        edited = run(model, given)
+        edited = run(model, arguments)
     compiled_model = compile_blocks(torch.compile(model, backend=backend), backend=backend)
     before = state_of(compiled_model)
     with pytest.warns(UserWarning, match="runs uncompiled"), intervene(compiled_model, OF_FIRST):
-        assert torch.equal(run(compiled_model, given), edited)
+        assert torch.equal(run(compiled_model, arguments), edited)
 
     def fail(x):
         raise ValueError("an edit's own")
 
     failing = intervene(compiled_model, at("resid_post"), fail)
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="an edit's own"), failing:
-        run(compiled_model, given)
+        run(compiled_model, arguments)
     assert state_of(compiled_model) == before
     refused = pytest.raises(ConfigError, match="was compiled while it is watched")
     with pytest.warns(UserWarning), refused, capture(compiled_model):
         compile_blocks(model, backend=backend)
-        run(compiled_model, given)
+        run(compiled_model, arguments)
     assert not backend.count
 
 
@@ -180,7 +186,7 @@ def test_of_two_experts_the_compiled_one_is_named():
         plain = sample(pipe)
     assert {call["model"] for call in seen.calls} == {"transformer", "transformer_2"}
     pipe.transformer_2 = torch.compile(pipe.transformer_2, backend=backend)
-    with pytest.warns(UserWarning, match="runs uncompiled") as told, capture(pipe, layers=[0]) as seen:
+    with pytest.warns(UserWarning, match="runs uncompiled") as messages, capture(pipe, layers=[0]) as seen:
         assert torch.equal(sample(pipe), plain)
-    assert len(told) == 1 and seen.runs[0].common["uncompiled"] == ["transformer_2"] and not backend.count
+    assert len(messages) == 1 and seen.runs[0].common["uncompiled"] == ["transformer_2"] and not backend.count
     assert {call["model"] for call in seen.calls} == {"transformer", "transformer_2"}

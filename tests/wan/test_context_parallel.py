@@ -56,16 +56,16 @@ def shared(model, group, **options):
     return model.eval()
 
 
-def run(model, given):
+def run(model, arguments):
     with torch.no_grad():
-        return model(**given | {"return_dict": False})[0]
+        return model(**arguments | {"return_dict": False})[0]
 
 
-def captured(model, given, *requests):
+def captured(model, arguments, *requests):
     """What comes out without a capture and with it, and its calls."""
-    plain = run(model, given)
+    plain = run(model, arguments)
     with capture_diffusers(model, *requests) as calls:
-        out = run(model, given)
+        out = run(model, arguments)
     return plain, out, list(calls)
 
 
@@ -73,42 +73,42 @@ def every_model(group):
     """Heads and tokens that split evenly, tokens and heads that do not, images, and shared keys of text."""
     torch.manual_seed(0)
     uneven = {"ulysses_degree": 2, "ulysses_anything": True}
-    found = []
-    model, given = wan(num_attention_heads=4)
-    found.append(captured(shared(model, group), given, *REQUESTS))
-    model, given = wan()
-    given["hidden_states"] = noise(2, 4, 3, 2, 6)
-    found.append(captured(shared(model, group, **uneven), given, *REQUESTS))
+    results = []
+    model, arguments = wan(num_attention_heads=4)
+    results.append(captured(shared(model, group), arguments, *REQUESTS))
+    model, arguments = wan()
+    arguments["hidden_states"] = noise(2, 4, 3, 2, 6)
+    results.append(captured(shared(model, group, **uneven), arguments, *REQUESTS))
     for name in ("wan_i2v", "ltx"):
-        model, given = made(name)
-        if "encoder_attention_mask" in given:
-            given["encoder_attention_mask"] = None  # diffusers' own call fails, whose mask has all heads
-        found.append(captured(shared(model, group, **uneven), given, FRAMES))
-    return found
+        model, arguments = made(name)
+        if "encoder_attention_mask" in arguments:
+            arguments["encoder_attention_mask"] = None  # diffusers' own call fails, whose mask has all heads
+        results.append(captured(shared(model, group, **uneven), arguments, FRAMES))
+    return results
 
 
 def test_every_quantity_of_two_processes_is_that_of_one():
     first, second = together(2, every_model)
     alone = every_model(None)
-    for (plain, out, calls), (_, other, none), (_, one, like) in zip(first, second, alone, strict=True):
-        torch.testing.assert_close(out, one, atol=ATOL, rtol=0)
+    for (plain, out, calls), (_, other, none), (_, wanted, like) in zip(first, second, alone, strict=True):
+        torch.testing.assert_close(out, wanted, atol=ATOL, rtol=0)
         assert torch.equal(out, plain) and torch.equal(out, other)
         assert not none and len(calls) == len(like) > 0
         assert_same_calls(calls, like)
 
 
 def assert_same_calls(calls, like, atol=ATOL):
-    for call, one in zip(calls, like, strict=True):
-        assert (call.site, call.at, call["key_frames"]) == (one.site, one.at, one["key_frames"])
-        assert (call.q_shape, call.k_shape) == (one.q_shape, one.k_shape)
-        assert (call.frames, call.beside) == (one.frames, one.beside)
-        assert call.values.keys() == one.values.keys()
+    for call, wanted in zip(calls, like, strict=True):
+        assert (call.site, call.at, call["key_frames"]) == (wanted.site, wanted.at, wanted["key_frames"])
+        assert (call.q_shape, call.k_shape) == (wanted.q_shape, wanted.k_shape)
+        assert (call.frames, call.beside) == (wanted.frames, wanted.beside)
+        assert call.values.keys() == wanted.values.keys()
         for name, value in call.values.items():
-            wanted = one.values[name]
-            if name == "word_share" and wanted.shape[1] == 1:
+            expected = wanted.values[name]
+            if name == "word_share" and expected.shape[1] == 1:
                 value = value.mean(1, keepdim=True)
             half = 2**-10 if value.dtype == torch.float16 else 0.0
-            torch.testing.assert_close(value, wanted, atol=atol, rtol=half, equal_nan=True)
+            torch.testing.assert_close(value, expected, atol=atol, rtol=half, equal_nan=True)
 
 
 EDITS = (
@@ -122,24 +122,24 @@ EDITS = (
 
 def edited(group):
     torch.manual_seed(0)
-    model, given = wan(num_attention_heads=4)
+    model, arguments = wan(num_attention_heads=4)
     shared(model, group)
-    plain = run(model, given)
-    found = []
+    plain = run(model, arguments)
+    results = []
     for edit in EDITS:
         with intervene(model, edit) as active:
-            found.append(run(model, given))
-        assert all(active.changed) and not torch.equal(found[-1], plain)
+            results.append(run(model, arguments))
+        assert all(active.changed) and not torch.equal(results[-1], plain)
     with capture_diffusers(model, FRAMES) as calls, intervene(model, *EDITS):
-        found.append(run(model, given))
-    return found, list(calls)
+        results.append(run(model, arguments))
+    return results, list(calls)
 
 
 def test_edits_of_heads_in_two_processes_are_those_of_one():
     (first, calls), (second, none) = together(2, edited)
     alone, like = edited(None)
-    for out, other, one in zip(first, second, alone, strict=True):
-        torch.testing.assert_close(out, one, atol=ATOL, rtol=0)
+    for out, other, wanted in zip(first, second, alone, strict=True):
+        torch.testing.assert_close(out, wanted, atol=ATOL, rtol=0)
         assert torch.equal(out, other)
     assert not none
     assert_same_calls(calls, like)
@@ -159,42 +159,42 @@ def refusals(group):
     frames = {"granularity": "frame"}
     messages = {}
     # 1. Other kinds of parallelism, tokens that no plan splits, heads that do not split.
-    model, given = wan(num_attention_heads=4)
-    messages["ring"] = message_of(lambda: captured_alone(shared(model, group, ring_degree=2), given))
-    model, given = made("cosmos")
+    model, arguments = wan(num_attention_heads=4)
+    messages["ring"] = message_of(lambda: captured_alone(shared(model, group, ring_degree=2), arguments))
+    model, arguments = made("cosmos")
     messages["diffusers"] = message_of(lambda: shared(model, group))
-    messages["no plan"] = message_of(lambda: captured_alone(model, given))
-    model, given = wan(num_attention_heads=4)
+    messages["no plan"] = message_of(lambda: captured_alone(model, arguments))
+    model, arguments = wan(num_attention_heads=4)
     model._parallel_config = SimpleNamespace(context_parallel_config=None)
-    messages["tensor"] = message_of(lambda: captured_alone(model, given))
-    model, given = wan(num_attention_heads=3)
-    messages["heads"] = message_of(lambda: captured_alone(shared(model, group), given))
+    messages["tensor"] = message_of(lambda: captured_alone(model, arguments))
+    model, arguments = wan(num_attention_heads=3)
+    messages["heads"] = message_of(lambda: captured_alone(shared(model, group), arguments))
     # 2. What needs whole tokens in one process; different captures; and none in the other.
-    model, given = wan(num_attention_heads=4)
+    model, arguments = wan(num_attention_heads=4)
     shared(model, group)
     with capture(model, "resid_post"):
-        messages["site"] = message_of(lambda: run(model, given))
+        messages["site"] = message_of(lambda: run(model, arguments))
     doubled = at("z", layers=(0,))
     with intervene(model, doubled, lambda z: 2 * z):
-        messages["function"] = message_of(lambda: run(model, given))
+        messages["function"] = message_of(lambda: run(model, arguments))
     with intervene(model, Ablate("zero", site="mlp_out", layers=(0,), passes="all")):
-        messages["edit"] = message_of(lambda: run(model, given))
+        messages["edit"] = message_of(lambda: run(model, arguments))
     with capture_diffusers(model, layers=[group.rank()], **frames):
-        messages["different"] = message_of(lambda: run(model, given))
+        messages["different"] = message_of(lambda: run(model, arguments))
     with capture_diffusers(model, **frames):
-        messages["gradients"] = message_of(lambda: model(**given, return_dict=False))
+        messages["gradients"] = message_of(lambda: model(**arguments, return_dict=False))
     ulysses.WAIT = ulysses.timedelta(seconds=1)
-    model, given = wan(num_attention_heads=4)
+    model, arguments = wan(num_attention_heads=4)
     shared(model, group)
     if group.rank() == 0:
-        messages["alone"] = message_of(lambda: captured_alone(model, given))
+        messages["alone"] = message_of(lambda: captured_alone(model, arguments))
     dist.barrier()
     return messages
 
 
-def captured_alone(model, given):
+def captured_alone(model, arguments):
     with capture_diffusers(model, granularity="frame"):
-        run(model, given)
+        run(model, arguments)
 
 
 REFUSED = {
@@ -233,9 +233,9 @@ def pipeline_run(group):
         sample(pipe)
     with capture(pipe, words=["circle"]) as of_words:
         sample(pipe)
-    found = repr(seen), message_of(lambda: seen.atlas()["frame_mass"])
-    found += (message_of(lambda: of_words.words().mean("circle")),)
-    return seen.runs[0].latents, *found, seen.runs[0].common.get("gpus")
+    results = repr(seen), message_of(lambda: seen.atlas()["frame_mass"])
+    results += (message_of(lambda: of_words.words().mean("circle")),)
+    return seen.runs[0].latents, *results, seen.runs[0].common.get("gpus")
 
 
 def test_a_pipeline_in_two_processes_has_its_atlas_in_the_first():

@@ -218,15 +218,18 @@ def test_several_gpus_compute_what_one_does(count):
 @torch.backends.cudnn.flags(allow_tf32=False)
 def of_ulysses(group):
     """What comes out of a transformer of diffusers without a capture and with it, and its calls, by dtype."""
-    found = {}
+    outputs = {}
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
-        model, given = wan(num_attention_heads=4, attention_head_dim=64, num_layers=2)
-        given = {name: x.to("cuda", dtype) if name != "timestep" else x.cuda() for name, x in given.items()}
+        model, arguments = wan(num_attention_heads=4, attention_head_dim=64, num_layers=2)
+        for name, x in arguments.items():
+            arguments[name] = x.cuda()
+            if name != "timestep":
+                arguments[name] = x.to("cuda", dtype)
         shared(model.to("cuda", dtype), group)
-        plain, out, calls = captured(model, given, *ULYSSES_REQUESTS)
-        found[dtype] = plain.cpu(), out.cpu(), calls
-    return found
+        plain, out, calls = captured(model, arguments, *ULYSSES_REQUESTS)
+        outputs[dtype] = plain.cpu(), out.cpu(), calls
+    return outputs
 
 
 def test_ulysses_captures_what_one_gpu_does():
@@ -234,12 +237,12 @@ def test_ulysses_captures_what_one_gpu_does():
     alone = of_ulysses(None)
     first, second = together(2, of_ulysses, 120, on_gpus=True)
     for dtype, (plain, out, calls) in first.items():
-        _, one, like = alone[dtype]
+        _, wanted, like = alone[dtype]
         error = ATOL
         if dtype == torch.bfloat16:  # products of other numbers of rows are rounded otherwise
             exact = alone[torch.float32][1]
-            error = 2 * (one.float() - exact).abs().max().item() + ATOL
-        for other in (plain, one, second[dtype][1]):
+            error = 2 * (wanted.float() - exact).abs().max().item() + ATOL
+        for other in (plain, wanted, second[dtype][1]):
             torch.testing.assert_close(out, other, atol=error, rtol=0)
         assert not second[dtype][2]
         print(f"{dtype}: {(out != plain).sum()} of {out.numel()} elements differ where calls are captured")

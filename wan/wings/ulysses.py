@@ -142,8 +142,8 @@ class Ulysses:
 
     def require_alike(self, requests: Sequence[capture.CaptureRequest]) -> None:
         """Wait for all processes. ConfigError where they do not capture the same."""
-        asked = [vars(request) | {"words": [*request.words]} for request in requests]
-        digest = torch.tensor([zlib.crc32(repr(asked).encode())])
+        described = [vars(request) | {"words": [*request.words]} for request in requests]
+        digest = torch.tensor([zlib.crc32(repr(described).encode())])
         digests = [torch.empty_like(digest) for _ in range(self.group.size())]
         with _waiting():
             dist.all_gather(digests, digest, group=self.group)
