@@ -219,7 +219,15 @@ class SiteGradients(Mapping[str, Activations]):
         return len(self.recorder.sites)
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the gradients, which load_cache reads like activations: a .safetensors."""
+        """Write the gradients, which load_cache reads like activations.
+
+        Args:
+            path: its name, which ends in .safetensors.
+            overwrite: replace any file there.
+
+        Raises:
+            CacheError: where it cannot be written, and for a file there that must stay.
+        """
         about = {"model": self.session.config.model, "gradients": True}
         return save_activations(path, self.tables, about, overwrite)
 
@@ -440,7 +448,14 @@ class Scores(dict[str, Tensor]):
 
     @classmethod
     def open(cls, path: str | Path) -> "Scores":
-        """Read scores from their file. Raises CacheError for any other file."""
+        """Read scores from their file.
+
+        Args:
+            path: a file that save() wrote.
+
+        Raises:
+            CacheError: for any other file.
+        """
         return cls(caches.load_cache(path, expect=("attribution",)))
 
     def __missing__(self, site: str) -> Tensor:
@@ -449,7 +464,11 @@ class Scores(dict[str, Tensor]):
         )
 
     def table(self, count: int = 12) -> str:
-        """Return the largest scores, each the mean over passes, with the heads or layers they are of."""
+        """Return the largest scores, each the mean over passes, with the heads or layers they are of.
+
+        Args:
+            count: how many.
+        """
         rows = [
             {"site": site, "layer": layer, "head": head if self[site].shape[2] > 1 else None, "score": score}
             for site in self
@@ -473,7 +492,15 @@ class Scores(dict[str, Tensor]):
         return f"{own}, towards {theirs}; {cache['metric']}, mean of {passes}"
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the cache that notebooks/interventions.ipynb opens. CacheError where it cannot."""
+        """Write the cache that notebooks/interventions.ipynb opens.
+
+        Args:
+            path: the name of the file.
+            overwrite: replace any file there.
+
+        Raises:
+            CacheError: where it cannot be written, and for a file there that must stay.
+        """
         caches.save_cache(path, self.cache, overwrite)
         return Path(path)
 

@@ -540,7 +540,15 @@ class Captured:
         return list(self.tables)
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the activations of the last run, which load_cache reads: a .safetensors."""
+        """Write the activations of the last run, which load_cache reads.
+
+        Args:
+            path: its name, which ends in .safetensors.
+            overwrite: replace any file there.
+
+        Raises:
+            CacheError: where it cannot be written, and for a file there that must stay.
+        """
         common = self._last().common
         about = {name: common[name] for name in ("model", "prompt", "seed", "fingerprint")}
         if "uncompiled" in common:
@@ -735,7 +743,14 @@ class Atlas(dict[str, Any]):
 
     @classmethod
     def open(cls, path: str | Path) -> "Atlas":
-        """Read an atlas from its file. Raises CacheError for any other file."""
+        """Read an atlas from its file.
+
+        Args:
+            path: a file that save() or a script wrote.
+
+        Raises:
+            CacheError: for any other file.
+        """
         return cls(caches.load_cache(path, expect=("atlas",)))
 
     @property
@@ -756,14 +771,28 @@ class Atlas(dict[str, Any]):
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 
     def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:
-        """Return one pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it.
+        """Return one pass in one quantity, as the notebooks see it.
 
-        quantity may also be called as the atlas calls its tensor: frame_logits or frame_mass.
+        Args:
+            step: the pass; None: the first.
+            quantity: mean_logit, mass or mean_prob; or as the atlas calls its tensor, frame_logits or
+                frame_mass.
+
+        Raises:
+            CacheError: for a pass or quantity that is not there.
         """
         return open_profiles(self, step, QUANTITY_OF.get(quantity or "", quantity))
 
     def layer(self, layer: int, step: int | None = None) -> AtlasLayer:
-        """Return a layer in one pass (None: the first). CacheError for one that is absent."""
+        """Return a layer in one pass.
+
+        Args:
+            layer: its number.
+            step: the pass; None: the first.
+
+        Raises:
+            CacheError: for one that is not there.
+        """
         return AtlasLayer(store.layer_from_atlas(self, layer, step))
 
     def plot(
@@ -810,18 +839,36 @@ class Atlas(dict[str, Any]):
 
     @classmethod
     def mean(cls, atlases: Iterable["Atlas"]) -> "MeanAtlas":
-        """Return the mean over runs of one model, such as prompts and seeds, with its interval."""
+        """Return the mean over runs of one model, with its interval.
+
+        Args:
+            atlases: two or more, such as those of several prompts and seeds.
+        """
         return MeanAtlas(atlases)
 
     def compare(self, other: "Atlas", quantity: str = "frame_logits") -> "AtlasComparison":
-        """Correlate every head's frame matrix with another atlas's."""
+        """Correlate every head's frame matrix with another atlas's.
+
+        Args:
+            other: an atlas of the same layers, passes and frames.
+            quantity: frame_logits or frame_mass.
+
+        Raises:
+            CacheError: for an atlas of other layers, passes or frames.
+        """
         return AtlasComparison(self, other, quantity)
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot.
+        """Write the cache that the notebooks open, and the folders above it.
 
-        A file there is replaced if it is a cache of the same model that has nothing more; overwrite replaces
-        any.
+        A file there is replaced if it is a cache of the same model that has nothing more.
+
+        Args:
+            path: the name of the file.
+            overwrite: replace any file there.
+
+        Raises:
+            CacheError: where it cannot be written, and for a file there that must stay.
         """
         caches.save_cache(path, self, overwrite)
         return Path(path)
@@ -872,18 +919,33 @@ class MeanAtlas:
         return self.means[name]
 
     def interval(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the ends of the interval of a quantity."""
+        """Return the ends of the interval of a quantity.
+
+        Args:
+            name: of the quantity, such as frame_mass.
+        """
         half = self.quantile * self.std(name) / self.count**0.5
         return self[name] - half, self[name] + half
 
     def std(self, name: str) -> Tensor:
-        """Return the standard deviation (n - 1) of a quantity over runs."""
+        """Return the standard deviation (n - 1) of a quantity over runs.
+
+        Args:
+            name: of the quantity, such as frame_mass.
+        """
         return self.deviations[name]
 
     def plot(
         self, layer: int, step: int | None = None, quantity: str | None = None, head: int | None = None
     ) -> "Figure":
-        """Draw profiles of every head of a layer, or of one: mean and deviation over runs, and each run."""
+        """Draw profiles of every head of a layer, or of one: mean and deviation over runs, and each run.
+
+        Args:
+            layer: the number of the layer.
+            step: the pass; None: the first.
+            quantity: mean_logit, mass or mean_prob; None: the first that the atlases have.
+            head: the number of a head; None: all.
+        """
         views = [atlas.view(step, quantity) for atlas in self.atlases]
         heads = range(views[0].num_heads) if head is None else [head]
         for one in heads:
@@ -1001,7 +1063,15 @@ class Comparison:
         return torch.cat([one, other, (one.short() - other.short()).abs().to(one.dtype)], 2)
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
-        """Write the three side by side as an mp4. CacheError where it cannot."""
+        """Write the three side by side as an mp4.
+
+        Args:
+            path: its name, which ends in .mp4.
+            overwrite: replace any file there.
+
+        Raises:
+            CacheError: where it cannot be written, and for a file there that must stay.
+        """
         files.require_writable(path)
         about = f"comparison, {self.runs[0].model_title}"
         write_mp4(self.video.numpy(), path, model=about, fps=self.fps, overwrite=overwrite)
@@ -1112,7 +1182,13 @@ class Lens:
         return found
 
     def frames(self, layer: int, block: int, step: int) -> Tensor:
-        """Decode one x0 behind the video's earlier latents: uint8 [frames of the block, height, width, 3]."""
+        """Decode one x0 behind the video's earlier latents: uint8 [frames of the block, height, width, 3].
+
+        Args:
+            layer: the layer after which x0 was read.
+            block: the block of frames.
+            step: the denoising step.
+        """
         if self.run.decoder is not None:  # a pipeline's, of all frames
             return self.run.decoder(self.latents[layer, block, step])
         assert self.vae is not None
@@ -1123,7 +1199,11 @@ class Lens:
         return video[1 + VIDEO_FRAMES_PER_LATENT * (first - 1) if first else 0 :]
 
     def plot(self, block: int) -> "Figure":
-        """Draw the last frame of a block: layers down, steps across, with the distance to the final x0."""
+        """Draw the last frame of a block: layers down, steps across, with the distance to the final x0.
+
+        Args:
+            block: the block of frames.
+        """
         last = lambda layer, step: self.frames(layer, block, step)[-1].numpy()  # noqa: E731
         images = [[last(layer, step) for step in self.steps] for layer in self.layers]
         distance = self.distance[:, self.blocks.index(block)].numpy()

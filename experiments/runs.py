@@ -209,7 +209,12 @@ class Run:
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write an mp4.
 
-        CacheError for a name that does not end in .mp4, and, unless overwrite, for a file that must stay.
+        Args:
+            path: its name, which ends in .mp4.
+            overwrite: replace any file there.
+
+        Raises:
+            CacheError: where it cannot be written, and for a file there that must stay.
         """
         files.require_suffix(path, ".mp4")
         if self.returned is not None or self.decoder is not None:  # a pipeline's

@@ -28,6 +28,7 @@ PAGES = {
         "Edits",
         """experiments.intervene
         experiments.at
+        wan.interventions.Edit
         experiments.Knockout
         experiments.Bias
         experiments.Ablate
@@ -37,8 +38,7 @@ PAGES = {
         experiments.Band
         experiments.Jitter
         experiments.Source
-        experiments.named
-        wan.interventions.Edit""",
+        experiments.named""",
     ),
     "caches": (
         "Atlases, profiles, stores",

@@ -456,7 +456,15 @@ class StoredRun:
         return content["x0"][0]
 
     def read(self, site: str, **where: Any) -> Activations:
-        """Read the calls of a site that are of a layer, block or step, as Activations.at() names them."""
+        """Read the calls of a site.
+
+        Args:
+            site: the name of the site.
+            **where: layer, block, step and so on, as Activations.at() names them.
+
+        Raises:
+            CacheError: where there is no such call, and for a file that was changed.
+        """
         calls = [call for call in self.calls(site) if call.place.fits(where)]
         if not calls:
             raise CacheError(f"{site}: no call of {where} is in {self.path}")
@@ -749,9 +757,15 @@ class ActivationStore:
         """Return the rows [d] of a site and layer as a torch Dataset, run after run, call after call.
 
         A row is a token (of sites without tokens a frame) with all that it has there, heads one after
-        another. frames are latent frames of the video; steps -1 is the last denoising step that was captured;
-        runs are indices of some of its runs, such as those to train on. All rows are compared with their
-        SHA-256 first; unchecked leaves that out, as behind check(): a large store is read once less.
+        another. All rows are compared with their SHA-256 first.
+
+        Args:
+            site: the name of the site.
+            layer: the number of the layer; None of sites that belong to none.
+            frames: latent frames of the video; None: all.
+            steps: denoising steps; -1 is the last that was captured.
+            runs: indices of some of its runs, such as those to train on.
+            unchecked: leave the comparison out, as behind check(): a large store is read once less.
         """
         # 1. The calls, which have rows of one length and type
         chosen_runs, chosen_frames = self.runs, errors.as_numbers("frames", frames)

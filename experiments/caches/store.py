@@ -95,10 +95,16 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
 
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a cache of any format and age as a dict with today's fields; with mmap, tensors stay on disk.
+    """Read a cache of any format and age as a dict with today's fields. Nothing in the file is executed.
 
-    expect names the formats that will do, () all. Raises CacheError: not there, not a cache, damaged,
-    of another format, or with fields that are missing or wrong. Nothing in the file is executed.
+    Args:
+        path: of the file.
+        mmap: leave tensors on disk until they are used.
+        expect: the formats that will do; () all.
+
+    Raises:
+        CacheError: for a file that is not there, is no cache, is damaged or of another format, or has
+            fields that are missing or wrong.
     """
     # 1. Not there: say what is, and how to make it
     path, expect = Path(path), tuple(expect)

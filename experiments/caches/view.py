@@ -140,7 +140,14 @@ class Profiles:
         return f"Profiles: {self.quantity}, {self.pass_label}, layers {layers}; {self.source}"
 
     def values(self, layer: int) -> LayerValues:
-        """Return profile, matrix and key curve of a layer as tensors. CacheError for an absent layer."""
+        """Return profile, matrix and key curve of a layer as tensors.
+
+        Args:
+            layer: the number of the layer.
+
+        Raises:
+            CacheError: for a layer that is not there.
+        """
         files.require_held("layer", layer, self.layers)
         return self._read(layer)
 
@@ -270,8 +277,13 @@ WAN_HEAD_DIM = 128  # of every published size
 def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: str | None = None) -> Profiles:
     """Open a view of a cache that load_cache returned.
 
-    step picks the pass (None: the first one stored). quantity is mean_logit, mass or mean_prob; None takes
-    mean_logit from logits, mass from probabilities. CacheError for an absent pass or quantity.
+    Args:
+        cache: of a format with values per frame: figure4, inference, layer or atlas.
+        step: the pass; None: the first that is stored.
+        quantity: mean_logit, mass or mean_prob; None: mean_logit of logits, mass of probabilities.
+
+    Raises:
+        CacheError: for a pass or quantity that is not there.
     """
     typed = formats.as_cache(cache)
     # 1. The quantity and the pass that are asked for
