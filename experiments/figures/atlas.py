@@ -608,13 +608,16 @@ def lens_strip(
 def lines_by_layer(
     values: Sequence[Sequence[float]] | np.ndarray, layers: Sequence[int], names: Sequence[str], y: str
 ) -> Figure:
-    """Draw values [layers, names] over the layers, a line a name; the title says where the largest is."""
+    """Draw values [layers, names] over the layers, a line a name; the title says what changes most."""
     figure, (axis,) = st.panels(1, 1, (5.0, 2.4))
     for n, (column, name) in enumerate(zip(np.asarray(values).T, names, strict=True)):
         axis.plot(layers, column, marker="osD^v"[n % 5], markersize=3, label=name)
     axis.set_ylabel(capitalized(y))
-    row, column = divmod(int(np.nanargmax(values)), len(names))
-    largest = np.asarray(values)[row, column]
-    title = f"{capitalized(y)} is largest in layer {layers[row]} ({names[column]}, {largest:.3g})"
+    first, last = np.asarray(values)[[0, -1]]
+    most = int(np.abs(last - first).argmax())
+    title = (
+        f"{capitalized(y)}: {first[most]:.3g} in layer {layers[0]}, {last[most]:.3g} in layer {layers[-1]} "
+    )
+    title += f"({names[most]})"
     st.label_figure(figure, [axis], title, x="Layer", legend=st.handles(axis))
     return figure

@@ -8,7 +8,7 @@ from helpers import synthetic_caches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.analysis import axes, first_frame, measures, prompt_words, published, rope_waves
+from experiments.analysis import axes, first_frame, measures, prompt_words, published, rope_waves, sweeps
 from experiments.analysis.first_frame import (
     NO_CONTEXT,
     NO_LOGITS,
@@ -19,7 +19,7 @@ from experiments.analysis.first_frame import (
     placebo_frames,
 )
 from experiments.analysis.measures import head_statistics
-from experiments.analysis.panels import choose_heads, table
+from experiments.analysis.panels import HeadMap, LabelMap, choose_heads, table
 from experiments.analysis.rope_waves import Waves, fit_waves
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
@@ -217,6 +217,36 @@ def test_queries_of_several_blocks_count_where_they_attend():
     np.testing.assert_allclose(profile[:, :3], matrix[:, [2, 8], :3].mean(1), rtol=1e-6)
     np.testing.assert_allclose(profile[:, 3:], matrix[:, 8, 3:], rtol=1e-6)  # frame 2 does not see these
     assert caption.highlighted_frames == {"own block (noise at t = 1000)": [0, 1, 2, 6, 7, 8]}
+
+
+def test_titles_count_heads():
+    effect, waves = np.array([[3.0, 1.0], [np.nan, 2.5]]), np.array([[0.6, 0.1], [0.2, 0.3]])
+    maps = [
+        HeadMap("first_frame_effect", "first-frame effect s", "logits", "diverging", effect),
+        HeadMap("wave_r2", "wave R²", "share of variance", "share", waves),
+        HeadMap("sign_rate", "positive", "share", "share", None, "none here"),
+        HeadMap("first_context_mass", "mass", "share", "sequential", None, "no mass"),
+    ]
+    expected = (
+        "Of 4 heads 2 give frame 0 over 2 logits more than distance explains and 1 are mostly a wave of RoPE"
+    )
+    assert measures.headline(maps) == expected
+    assert measures.headline(maps[2:]) == "Measures of every head"
+    assert [panel.name for panel in measures.main_maps(maps)] == [*measures.MAIN]
+    older = maps[0]._replace(title="first − middle", values=effect + 2)
+    assert measures.preference_title(older, maps[0]) == (
+        "Heads that prefer frame 0 by over 2 logits: 3 by first − middle, 2 by first-frame effect s"
+    )
+    sweep = {"effect": np.array([[[1.0, 0.1]], [[1.2, -0.3]]])}
+    expected = "Heads, of 2, whose mean is above their spread over 2 atlases: 1 (First-frame effect s)"
+    assert sweeps.sweep_title(sweep) == expected
+    differs = [None, np.array([True, False, True]), np.array([False, False, True])]
+    kinds = [
+        LabelMap(name, {}, np.zeros(3), differs=marked)
+        for name, marked in zip(("causal", "base", "LoRA"), differs, strict=True)
+    ]
+    expected = "Of 3 heads 1 (LoRA) to 2 (base) are of another kind than in causal"
+    assert sweeps.kinds_title(kinds, "causal") == expected
 
 
 def test_words_of_tokens():

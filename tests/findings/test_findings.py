@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from experiments.analysis import stats
+from experiments.analysis import results, stats
 from experiments.analysis.results import attribution_rows
 from experiments.findings.attribution import draw as attribution
 from experiments.findings.first_frame import draw as first_frame
@@ -59,6 +59,21 @@ def test_the_figures_of_a_finding_are_the_committed_ones(finding, names, tmp_pat
         text = " ".join(words(tmp_path / "figure4_published.svg"))
         agreement = [float(r) for r in re.findall(r"r\s=\s(\d\.\d{3})", text)]
         assert len(agreement) == 2 and min(agreement) >= 0.98
+
+
+def test_titles_have_the_numbers_of_the_results():
+    report = numbers_of("head_memory/presence_and_identity.json")
+    shares = report["shares"]["not named"]
+    title = " ".join(words(ROOT / "notebooks/figures/presence_and_identity.svg"))
+    for of in ("I", "random of I"):
+        assert stats.percent(shares[f"other color, {of}"]["donor"]["all"][0]) in title
+    hidden = results.hidden_shapes(report)
+    assert "presence heads 2\u00a0% of hidden shapes come back" in hidden["title"]
+    assert shares["knockout, P"]["comes_back"]["all"][0] == pytest.approx(0.02, abs=0.005)
+    assert hidden["counts"]["8 presence heads"] == shares["knockout, P"]["returns"]
+    long = results.LongRollouts.open(RESULTS / "long_rollouts/results.json")
+    assert "relative 6/1 moves least (0.11)" in long.motion_title()
+    assert "full needs 47 MB of keys and values and is right in 40\u00a0% of seconds" in long.cost_title()
 
 
 def test_the_page_has_the_contrasts_of_presence_and_identity():
