@@ -334,6 +334,11 @@ def check_capture(session: Any, watcher: SiteCapture, streams: bool) -> None:
     if isinstance(session, pipeline_session.PipelineSession):  # steps and frames are known when it runs
         watching.check_indices("layer", watcher.layers, model.num_layers)
         watching.check_indices("head", watcher.heads, model.num_heads)
+        gpus = session.place_among_gpus[1]
+        if streams and gpus > 1:
+            raise errors.ConfigError(
+                f"the processes of {gpus} GPUs would write to one folder: leave stream_to out, save in rank 0"
+            )
         return
     there = {"layers": model.num_layers, "blocks": len(config.block_sizes), "steps": config.num_passes}
     with errors.in_context(config.model):

@@ -167,6 +167,12 @@ class PipelineSession(AnySession):
         heads = getattr(self.model.config, "num_attention_heads", None)
         return PipelineSizes(layers, heads, getattr(self.model.config, "attention_head_dim", None))
 
+    @property
+    def place_among_gpus(self) -> tuple[int, int]:
+        """The rank of this process among those that share a transformer's tokens, and their number."""
+        places = [diffusers_capture.place_among_gpus(model) for model in self.models.values()]
+        return max(places, key=lambda place: place[1])
+
     def watchers(self) -> Sequence[Watcher]:
         of_models = [watcher for model in self.ids for watcher in sites.watchers(model)]
         return list(dict.fromkeys(of_models))
@@ -446,12 +452,11 @@ class PipelineSession(AnySession):
         ]
         if uncompiled:
             common["uncompiled"] = uncompiled
-        for model in self.models.values():
-            rank, gpus = diffusers_capture.place_among_gpus(model)
-            if gpus > 1:
-                common["gpus"] = gpus
-            if rank > 0:
-                common["rank"] = rank
+        rank, gpus = self.place_among_gpus
+        if gpus > 1:
+            common["gpus"] = gpus
+        if rank > 0:
+            common["rank"] = rank
         checks = {seen.frames for seen in calls if seen.site.kind == "self"}
         for check in FRAME_CHECKS:
             if check in checks:

@@ -23,7 +23,7 @@ ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function
 
 def is_wrapper(module: Any) -> bool:
     """Return whether a module is what torch.compile(module) returned."""
-    return isinstance(module, nn.Module) and INSIDE in vars(module)["_modules"]
+    return isinstance(module, nn.Module) and INSIDE in vars(module).get("_modules", ())
 
 
 def plain(module: Any) -> Any:

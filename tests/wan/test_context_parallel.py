@@ -229,6 +229,9 @@ def pipeline_run(group):
     kind = type(pipe.transformer)
     pipe.transformer = kind.from_config(dict(pipe.transformer.config) | {"num_attention_heads": 4})
     shared(pipe.transformer, group)
+    if group is not None:
+        streamed = message_of(lambda: capture(pipe, "x_t", stream_to="folder").__enter__())
+        assert "the processes of 2 GPUs would write to one folder" in streamed
     with capture(pipe, "x_t"), capture(pipe, layers=[1], cross=True) as seen:
         sample(pipe)
     with capture(pipe, words=["circle"]) as of_words:
