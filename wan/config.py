@@ -174,7 +174,9 @@ class LoRAFile:
     def __str__(self) -> str:
         """Return its name, with the strength where it is not 1: a.safetensors:0.8, as --lora takes it."""
         name = Path(self.path).name
-        return name if self.strength == 1 else f"{name}:{self.strength:g}"
+        if self.strength == 1:
+            return name
+        return f"{name}:{self.strength:g}"
 
 
 def setting(default: Any, *, flag: str = "", changes_numbers: bool = True) -> Any:
@@ -190,12 +192,14 @@ def setting(default: Any, *, flag: str = "", changes_numbers: bool = True) -> An
 
 
 def made_of_mapping(kind: type, where: str) -> Callable[[Any], Any]:
-    """Return a function that makes a dataclass of a mapping; what is made already stays."""
+    """Return a function that makes a dataclass of a mapping; a value of that class stays."""
 
-    def made(value: Any) -> Any:
-        return value if isinstance(value, kind) else errors.from_values(kind, value, where)
+    def make(value: Any) -> Any:
+        if isinstance(value, kind):
+            return value
+        return errors.from_values(kind, value, where)
 
-    return made
+    return make
 
 
 @dataclass(frozen=True)
@@ -314,8 +318,14 @@ class RolloutSettings:
 
 
 NOT_OF_ROLLING_FORCING = (
-    *("cache_policy", "prompt_schedule", "first_block_steps", "independent_first_frame"),
-    *("recompute_context", "interventions", "first_frames", "held_first_frame"),
+    "cache_policy",
+    "prompt_schedule",
+    "first_block_steps",
+    "independent_first_frame",
+    "recompute_context",
+    "interventions",
+    "first_frames",
+    "held_first_frame",
 )
 
 
@@ -343,15 +353,13 @@ class RunConfig(ModelSettings, RolloutSettings):
         if self.sampler == "rolling_forcing":
             steps, size = len(self.denoising_step_list), self.num_frame_per_block
             blocks.rolling_attention_size(self.local_attn_size, steps, size)
-            for name in NOT_OF_ROLLING_FORCING:
-                if getattr(self, name):
-                    raise errors.ConfigError(f"sampler rolling_forcing knows no {name}; leave it out")
+            unknown = [name for name in NOT_OF_ROLLING_FORCING if getattr(self, name)]
             if self.gpus > 1:
-                raise errors.ConfigError("sampler rolling_forcing knows no gpus above 1; leave it out")
+                unknown.append("gpus above 1")
             if self.solver != "fresh_noise":
-                raise errors.ConfigError(
-                    f"sampler rolling_forcing knows no solver {self.solver}; leave it out"
-                )
+                unknown.append(f"solver {self.solver}")
+            if unknown:
+                raise errors.ConfigError(f"sampler rolling_forcing knows no {unknown[0]}; leave it out")
         # A window has two spellings, of which only one may be used.
         has_window = self.local_attn_size != -1 or self.sink_size > 0
         if self.cache_policy is not None and has_window:
@@ -362,8 +370,11 @@ class RunConfig(ModelSettings, RolloutSettings):
     @property
     def loras(self) -> list[LoRAFile]:
         """The LoRAs of the run in the order of merging: lora_path's, then those of lora."""
-        first = [LoRAFile(self.lora_path, 1.0, self.lora_rank, self.lora_alpha)] if self.lora_path else []
-        return [*first, *(self.lora or [])]
+        files_of_run = []
+        if self.lora_path:
+            first = LoRAFile(self.lora_path, strength=1.0, rank=self.lora_rank, alpha=self.lora_alpha)
+            files_of_run.append(first)
+        return [*files_of_run, *(self.lora or [])]
 
     @property
     def block_sizes(self) -> list[int]:
@@ -377,7 +388,10 @@ class RunConfig(ModelSettings, RolloutSettings):
     def passes_of_block(self, block: int) -> list[int]:
         """Return the passes of a block as captures number them (wan/pipeline.py); the last one is clean."""
         _, first, later = blocks.steps_of_blocks(self.denoising_step_list, self.first_block_steps)
-        return [*(later if block else first), self.num_passes - 1]
+        steps = later
+        if block == 0:
+            steps = first
+        return [*steps, self.num_passes - 1]
 
 
 def as_one_block(config: RunConfig) -> RunConfig:

@@ -71,7 +71,9 @@ def named(name: str, function: Any) -> Named:
     if not isinstance(name, str) or not name.strip():
         raise errors.ConfigError(f"named: {errors.short_repr(name)} is no name")
     errors.require_text(name, "named: the name", limit=200)
-    called = function if callable(function) else getattr(function, "apply", None)
+    called = function
+    if not callable(function):
+        called = getattr(function, "apply", None)
     if not callable(called):
         raise errors.ConfigError(
             f"named {name!r}: {errors.short_repr(function)} is no function, and has no method apply"
@@ -116,7 +118,9 @@ def identity_of(function: Any) -> dict[str, Any]:
     """
     if isinstance(function, Named):
         return {"function": function.name, "text_sha256": function.text_sha256}
-    code = function if hasattr(function, "__qualname__") else type(function)
+    code = function
+    if not hasattr(function, "__qualname__"):
+        code = type(function)
     place = f"{code.__module__}.{code.__qualname__}"
     return {"function": place, "text_sha256": text_of(function), UNNAMED: True}
 

@@ -112,9 +112,18 @@ def native_layer(name: str) -> str:
 
 # --- What PEFT says beside the weights
 UNSUPPORTED = (  # settings of PEFT's LoraConfig that change more than a product of two matrices says
-    *("use_dora", "modules_to_save", "target_parameters", "layer_replication", "fan_in_fan_out"),
-    *("trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
-    *("loftq_config", "lora_ga_config"),
+    "use_dora",
+    "modules_to_save",
+    "target_parameters",
+    "layer_replication",
+    "fan_in_fan_out",
+    "trainable_token_indices",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "loftq_config",
+    "lora_ga_config",
 )
 ALLOWED: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),

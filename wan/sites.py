@@ -464,4 +464,6 @@ class RolloutSizes:
     @property
     def num_passes(self) -> int:
         """The clean pass too, where there is one."""
-        return self.num_steps + self.has_clean_pass
+        if self.has_clean_pass:
+            return self.num_steps + 1
+        return self.num_steps
