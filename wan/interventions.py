@@ -678,10 +678,10 @@ class Move(Edit):
         slots = slots_in(call, self.frames)
         if not slots:
             return None
-        # 1. By how much, [heads, slots]: edits before this one may have moved them already.
         heads, tokens = heads_in(self, call), tokens_in(call, slots)
-        places = torch.tensor(heads, dtype=torch.long)[:, None], torch.tensor(slots)
         is_first = bool(heads) and call.moved is None and call.drift is None
+        # 1. By how much, [heads, slots]: edits before this one may have moved them already.
+        places = torch.tensor(heads, dtype=torch.long)[:, None], torch.tensor(slots)
         if call.moved is None:
             call.moved = torch.zeros(call.k.shape[2], len(call.key_layout.slots))
         turns = torch.full((len(heads), len(slots)), float(self.offset or 0))
@@ -689,15 +689,16 @@ class Move(Edit):
             turns = self.position - torch.tensor(positions_of(call, slots)) - call.moved[places]
         call.moved[places] += turns
         # 2. RoPE turns add up: keys that were turned to p stand at p + n once they are turned by n more.
-        frequencies = time_frequencies(call.k.shape[3]).expand(call.k.shape[2], -1)[heads]
-        if call.drift is not None:
-            frequencies = frequencies + call.drift[heads]
+        #    Where no edit came before, all layers and passes of a block turn alike, by remembered tables.
         keys = select(call.k[:, tokens], heads, 2)
-        if is_first:  # all layers and passes of a block turn alike
+        if is_first:
             alike = tuple(turns[0].int().tolist())
             tables = _tables_of_turns(alike, call.key_layout.tokens_per_slot, keys.shape[3], keys.device)
             replace_values(call, "k", heads, rotate(keys.float(), *tables), tokens)
             return call
+        frequencies = time_frequencies(call.k.shape[3]).expand(call.k.shape[2], -1)[heads]
+        if call.drift is not None:
+            frequencies = frequencies + call.drift[heads]
         angles = turns.T.double()[:, :, None] * frequencies  # [slots, heads, pairs]
         replace_values(call, "k", heads, turn(keys, angles), tokens)
         return call
@@ -733,21 +734,24 @@ class Jitter(Edit):
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         layout, heads, head_dim = call.key_layout, heads_in(self, call), call.q.shape[3]
-        stands = positions_of(call, range(len(layout.slots)))
-        # q and k stand where RoPE of base 10000 put them; another base moves each pair by a drift on top.
+        # 1. Where queries and keys stand, [frames, 1]; where edits moved keys of heads, [frames, heads].
+        stands = torch.tensor(positions_of(call, range(len(layout.slots)))).double()[:, None]
+        asks = torch.tensor(layout.query_positions).double()[:, None]
+        if call.moved is not None:
+            stands = stands + call.moved[heads].T
+        # 2. RoPE of base 10000 put them there; another base turns each pair by a drift more, [heads, pairs].
         numbers = [call.numbers[head] for head in heads]
         bases = self.bases(call.site.layer, call.shard.total)[numbers]
         frequencies = rope_frequencies(rope_dims(head_dim)[0], bases[:, None])
-        drift = frequencies - time_frequencies(head_dim)  # [heads, pairs]
+        drift = frequencies - time_frequencies(head_dim)
         if call.drift is None:
             call.drift = torch.zeros(call.q.shape[2], drift.shape[1], dtype=torch.float64)
         call.drift[heads] += drift
-        asks, stand = (torch.tensor(places).double()[:, None] for places in (layout.query_positions, stands))
-        if call.moved is not None:
-            stand = stand + call.moved[heads].T
-        for name, positions in (("q", asks), ("k", stand)):  # [frames, heads or 1]
-            angles = positions[:, :, None] * drift
-            replace_values(call, name, heads, turn(select(getattr(call, name), heads, 2), angles))
+        # 3. Turn queries and keys by drift times position.
+        for name, positions in (("q", asks), ("k", stands)):
+            angles = positions[:, :, None] * drift  # [frames, heads, pairs]
+            turned = turn(select(getattr(call, name), heads, 2), angles)
+            replace_values(call, name, heads, turned)
         return call
 
 
