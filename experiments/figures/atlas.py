@@ -21,7 +21,7 @@ import experiments.figures.style as st
 from experiments.analysis.panels import HeadMap, LabelMap
 from experiments.analysis.stats import percent, signed, spearman
 
-COLORS = {"anchor": st.BLUE, "wave": st.ORANGE, "veil": st.GREEN, "static": st.PURPLE, "dynamic": st.YELLOW}
+KINDS = ("anchor", "static", "wave", "dynamic", "veil")  # from dark to light: each set of kinds is far apart
 MEANING = {  # of kinds of heads, by published rules (experiments/analysis/taxonomy.py)
     "anchor": "nearly all logits of past frames are above 0",
     "wave": "some are",
@@ -80,20 +80,22 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
     shown = [(panel, panel.labels) for panel in maps if panel.labels is not None]
     figure, axes = st.panels(len(shown), min(4, max(1, len(shown))), (2.4, _height(len(layers)) + 0.4))
     legend: dict[str, Artist] = {}
+    color_of = dict(zip(KINDS, st.series(len(KINDS)), strict=True))
     for axis, (panel, labels) in zip(axes, shown, strict=True):
         names = list(panel.names.values())
-        legend |= {name: Patch(facecolor=COLORS[name], label=f"{name}: {MEANING[name]}") for name in names}
+        legend |= {name: Patch(facecolor=color_of[name], label=f"{name}: {MEANING[name]}") for name in names}
         # Labels are any integers: colours count them in the order of the names
         values = np.full(labels.shape, np.nan)
         for i, label in enumerate(panel.names):
             values[labels == label] = i
-        colors = {"cmap": ListedColormap([COLORS[name] for name in names]), "vmin": -0.5}
+        colors = {"cmap": ListedColormap([color_of[name] for name in names]), "vmin": -0.5}
         _map(axis, values, layers, f"{panel.title}\n{panel.queries}", vmax=len(names) - 0.5, **colors)
         if panel.differs is not None:
             rows, columns = np.nonzero(panel.differs)
             (dots,) = axis.plot(
-                columns, rows, "o", color="black", markersize=2, label="of another kind there"
+                columns, rows, "o", color="black", markersize=3, label="of another kind there"
             )
+            dots.set(markeredgecolor="white", markeredgewidth=0.6)
             legend["differs"] = dots
     if not title and shown:
         panel, labels = shown[0]
@@ -284,8 +286,8 @@ def placebo_strips(effect: np.ndarray, placebos: np.ndarray, frames: Sequence[in
     strips.set(ylabel="Heads, sorted by frame 0")
     st.color_bar(figure, image, strips, "Effect of a key frame (logits)", values)
     mean = _quiet_mean(values)
-    means.bar(columns[1:], mean[columns[1:]], color=st.BLUE, width=0.8, label="placebo: another key frame")
-    means.bar([0], mean[:1], color=st.ORANGE, width=0.8, linewidth=0, label="frame 0")
+    means.bar(columns[1:], mean[columns[1:]], color=st.PAST, width=0.8, label="placebo: another key frame")
+    means.bar([0], mean[:1], color=st.FIRST, width=0.8, linewidth=0, label="frame 0")
     means.axhline(0, color="0.4", linewidth=0.8)
     means.set_ylabel("Mean over heads (logits)")
     st.label_places(means.xaxis, range(columns[-1] + 1))
@@ -306,7 +308,7 @@ def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, subtitle=
     of_mean = {"errorbar": ("se", 1.96), "legend": False}
     # Left: by distance
     heads, distances = np.nonzero(np.isfinite(excess))
-    band = {"color": st.BLUE, "linewidth": 1.5, "err_kws": {"alpha": 0.25, "linewidth": 0}}
+    band = {"color": st.FIRST, "linewidth": 1.5, "err_kws": {"alpha": 0.25, "linewidth": 0}}
     st.seaborn().lineplot(x=distances, y=excess[heads, distances], ax=left, **band, **of_mean)
     left.set(xlabel="Distance to the query (latent frames)", ylabel="Frame 0 − others (logits)")
     left.set_title("Frame 0 against other frames at equal distance")
@@ -314,7 +316,7 @@ def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, subtitle=
     st.label_places(left.xaxis, distances, places=distances)
     # Right: by key frame
     heads, frames = np.nonzero(np.isfinite(contrasts))
-    bars = {"hue": frames == 0, "palette": {True: st.ORANGE, False: st.BLUE}, "dodge": False, "width": 0.75}
+    bars = {"hue": frames == 0, "palette": {True: st.FIRST, False: st.PAST}, "dodge": False, "width": 0.75}
     bars |= {
         "native_scale": True,
         "saturation": 1,
@@ -366,7 +368,7 @@ def effect_by_model(effects: Mapping[str, np.ndarray], subtitle="") -> Figure:
         # Dots lie beside each other: multiples of the golden ratio are spread evenly
         ordered = np.sort(values[np.isfinite(values)])
         beside = row + 0.5 * (np.arange(len(ordered)) * 0.618 % 1 - 0.5)
-        axis.plot(ordered, beside, "o", color=st.BLUE, alpha=0.35, markersize=2.5, linewidth=0)
+        axis.plot(ordered, beside, "o", color=st.MEASURED, alpha=0.35, markersize=2.5, linewidth=0)
         axis.plot([means[name]] * 2, [row - 0.38, row + 0.38], color=st.DARK, linewidth=2)
     axis.axvline(0, color="0.4", linewidth=0.8, linestyle=":")
     names = [f"{st.wrapped(name, st.SMALL, 1.6)}" for name in effects]
@@ -377,7 +379,7 @@ def effect_by_model(effects: Mapping[str, np.ndarray], subtitle="") -> Figure:
     title += f"{signed(means[high])} in {high}"
     legend = {
         "head": Line2D(
-            [], [], color=st.BLUE, alpha=0.5, marker="o", markersize=3, linestyle="", label="a head"
+            [], [], color=st.MEASURED, alpha=0.5, marker="o", markersize=3, linestyle="", label="a head"
         ),
         "mean": Line2D([], [], color=st.DARK, linewidth=2, label="mean over heads"),
     }
@@ -404,10 +406,10 @@ def _quiet_mean(values: np.ndarray) -> np.ndarray:
 
 # name of an effect -> what was edited, line, colour (docs/interventions.md)
 EFFECTS = {
-    "direct": ("only this block is edited, its past is not", "-", st.BLUE),
-    "own block": ("only the first block is edited", "-.", st.GREEN),
-    "total": ("every block is edited", "--", st.PURPLE),
-    "floor": ("nothing but rounding", ":", st.DARK),
+    "direct": ("only this block is edited, its past is not", "-", st.MEASURED),
+    "own block": ("only the first block is edited", "-.", st.OWN),
+    "total": ("every block is edited", "--", st.DARK),
+    "floor": ("nothing but rounding", ":", st.CONTROL),
 }
 FAR_BELOW = 100  # times smaller than the smallest effect: a floor that is only named
 
@@ -421,7 +423,7 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     effects = [values for name, values in positive.items() if name != "floor" and np.isfinite(values).any()]
     least = min((np.nanmin(values) for values in effects), default=0)
     for name, values in positive.items():
-        label, line, color = EFFECTS.get(name, (name, "-", st.RED))
+        label, line, color = EFFECTS.get(name, (name, "-", st.MEASURED))
         # A floor far below all effects would squeeze them: its size goes into the legend
         largest = np.nanmax(values, initial=0)
         if name == "floor" and largest < least / FAR_BELOW:
@@ -490,7 +492,7 @@ SHARES_NOTE = "large dots: all trainings, with the 95 % interval; small dots: si
 def _draw_shares(axis: Axes, rows: Mapping[str, Sequence[Any]], chosen: Sequence[str]) -> None:
     """Draw a row for each name -> (share, low, high, shares of trainings), its percentage above the dot."""
     for row, (name, (share, low, high, trainings)) in enumerate(rows.items()):
-        color = st.BLUE if name in chosen else "0.4"
+        color = st.MEASURED if name in chosen else "0.4"
         # An interval of t may end outside of what a share can be
         st.mark_intervals(axis, [row], [(share, max(low, 0), min(high, 1))], color, size=6)
         shares = [value for value in trainings if value is not None]
@@ -505,7 +507,7 @@ def _draw_shares(axis: Axes, rows: Mapping[str, Sequence[Any]], chosen: Sequence
         text.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
     axis.set(xlim=(-0.03, 1.03), ylim=(len(rows) - 0.4, -0.7))
     axis.set_yticks(range(len(rows)), list(rows))
-    axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    st.label_places(axis.xaxis, ["0", "25 %", "50 %", "75 %", "100 %"], places=[0, 0.25, 0.5, 0.75, 1])
 
 
 @st.styled
@@ -575,7 +577,9 @@ def share_bars(
     figure, (axis,) = st.panels(1, 1, (7.0, 0.7 + 0.24 * len(shares)))
     rows = range(len(shares))
     st.mark_intervals(axis, rows, list(shares.values()), label="share, 95 %")
-    for (name, marks), color, marker in zip((others or {}).items(), (st.ORANGE, "0.5"), "Ds", strict=False):
+    for (name, marks), color, marker in zip(
+        (others or {}).items(), (st.COMPARED, st.CONTROL), "Ds", strict=False
+    ):
         axis.plot(marks, rows, marker, color=color, markersize=4, label=name)
     _draw_ceilings(axis.axvline, ceilings)
     axis.set_yticks(rows, [st.wrapped(name, st.SMALL, 2.0) for name in shares])
@@ -596,6 +600,7 @@ def lens_strip(
     figure, axes, shown = st.picture_grid(rows, [f"step {step}" for step in steps])
     for axis, far in zip(axes, distance[:, shown].ravel(), strict=True):
         axis.set_xlabel(f"{far:.2f}")
+    figure.set_figheight(figure.get_figheight() + 0.2 * len(layers))
     close = [layer for layer, far in zip(layers, distance, strict=True) if (far <= 0.5).all()]
     title = "The picture that the output head reads behind each layer"
     if close:
@@ -610,8 +615,9 @@ def lines_by_layer(
 ) -> Figure:
     """Draw values [layers, names] over the layers, a line a name; the title says what changes most."""
     figure, (axis,) = st.panels(1, 1, (5.0, 2.4))
+    colors = st.series(len(names))
     for n, (column, name) in enumerate(zip(np.asarray(values).T, names, strict=True)):
-        axis.plot(layers, column, marker="osD^v"[n % 5], markersize=3, label=name)
+        axis.plot(layers, column, marker="osD^v"[n % 5], markersize=3, color=colors[n], label=name)
     axis.set_ylabel(capitalized(y))
     first, last = np.asarray(values)[[0, -1]]
     most = int(np.abs(last - first).argmax())

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap, ListedColormap, Normalize, to_rgba
+from matplotlib.colors import ListedColormap, Normalize, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -24,16 +24,19 @@ from experiments.caches.titles import ranges
 
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 MARKERS_UP_TO = 25
+BARS_OF_LAYER = 0.3  # inches of a layer, for three bars with their deviations
+LAYERS_NAMED = 6  # in a legend; more have a scale
 SHOWN = 18  # first query frame of the block to point out: the paper's figure shows 18–20 alone
 MIXED = -98  # position of a slot whose tokens stand at several ones
 MARKS = {
-    "sink": st.BLUE,
-    "average": st.ORANGE,
-    "memory": st.GREEN,
-    "chosen tokens": st.PURPLE,
-    "zeros": "0.45",
+    "sink": st.FIRST,
+    "average": st.AVERAGED,
+    "memory": st.PAST,
+    "chosen tokens": st.CHOSEN,
+    "zeros": st.EMPTY,
 }
-DASHED: st.Style = {"color": st.ORANGE, "linestyle": "--"}
+PALE = "#a3cbe2"  # of what is measured, where some of it stands out
+DASHED: st.Style = {"color": st.OWN, "linestyle": "--"}
 
 # --- Profiles over key frames
 
@@ -60,14 +63,16 @@ def head_curves(
         tops = panel.profile  # highest point in each frame
         if panel.curve is not None:
             tops = panel.curve.reshape(F, -1).max(1)
-        name = f"{panel.label}: layer {panel.layer}, head {panel.head}"
+        name = panel.label
+        if name != f"L{panel.layer}H{panel.head}":
+            name += f": layer {panel.layer}, head {panel.head}"
         if panel.reference is not None:
             name += f"\n{panel.agreement}"
         marks = _draw_profile(axis, panel, caption, name)
         # 2. What it is compared with: equal attention to all keys, and the published curve
         if panel.no_preference is not None:
             label = f"no preference: {panel.no_preference:.3g}"
-            axis.axhline(panel.no_preference, label=label, color=st.RED, linewidth=1, linestyle=":")
+            axis.axhline(panel.no_preference, label=label, color=st.COMPARED, linewidth=1, linestyle=":")
         if panel.reference is not None and panel.clipped is not None:
             _draw_reference(axis, panel.reference, panel.clipped)
             tops = np.fmax(tops, panel.reference)
@@ -82,7 +87,10 @@ def head_curves(
         legend |= st.handles(axis) | marks
         if pictures and axis.xaxis.get_tick_params()["labelbottom"]:
             st.picture_strip(axis, pictures, wide)
-    st.label_figure(figure, axes, title, caption.about, legend=legend)
+    y = st.LABELS[caption.quantity]
+    if any(panel.curve is not None for panel in panels):
+        y = st.TOKEN_LABELS[caption.quantity]
+    st.label_figure(figure, axes, title, caption.about, y, legend)
     return figure
 
 
@@ -146,16 +154,14 @@ def _draw_profile(axis: Axes, panel: HeadPanel, caption: view.Caption, title="")
     F = len(panel.profile)
     if panel.curve is None:
         label = "per key frame"
-        axis.bar(np.arange(F), panel.profile, width=0.8, color=st.BLUE, alpha=0.75, linewidth=0)
-        axis.set_ylabel(st.LABELS[caption.quantity])
+        axis.bar(np.arange(F), panel.profile, width=0.8, color=st.MEASURED, alpha=0.75, linewidth=0)
     else:
         label = "mean per key frame"
         edges = np.linspace(-0.5, F - 0.5, len(panel.curve) + 1)  # frame k covers k - 1/2 .. k + 1/2
         tokens = "per key token"
         if panel.group > 1:
             tokens = f"mean of {panel.group} key tokens"
-        axis.stairs(panel.curve, edges, fill=True, color=st.BLUE, alpha=0.55, linewidth=0, label=tokens)
-        axis.set_ylabel(st.TOKEN_LABELS[caption.quantity])
+        axis.stairs(panel.curve, edges, fill=True, color=st.MEASURED, alpha=0.55, linewidth=0, label=tokens)
     # The mean of a frame stands in its middle, over tokens of k - 1/2 .. k + 1/2
     axis.plot(np.arange(F), panel.profile, color=st.DARK, marker="o", markersize=3, label=label)
     averages = np.empty(0) if panel.averages is None else panel.averages
@@ -164,11 +170,11 @@ def _draw_profile(axis: Axes, panel: HeadPanel, caption: view.Caption, title="")
 
 def _draw_reference(axis: Axes, reference: np.ndarray, clipped: np.ndarray) -> None:
     """Draw a curve [F] read off another figure; arrows stand where that figure cuts it off."""
-    (line,) = axis.plot(reference, "--", color=st.RED, label="read off the paper")
+    (line,) = axis.plot(reference, "--", color=st.COMPARED, label="read off the paper")
     line.set(marker="D", markersize=3, markevery=np.flatnonzero(~clipped).tolist())
     if clipped.any():
         keys, label = np.flatnonzero(clipped), "cut off by the paper's plot"
-        axis.plot(keys, reference[clipped], "^", color=st.RED, markersize=7, label=label)
+        axis.plot(keys, reference[clipped], "^", color=st.COMPARED, markersize=7, label=label)
 
 
 def _mark_highest(axis: Axes, profile: np.ndarray, tops: np.ndarray, label: str) -> None:
@@ -228,9 +234,9 @@ def head_grid(
     for axis, values, title in zip(axes, profiles, titles, strict=True):
         # [F + averages]
         if F <= BARS_UP_TO:
-            st.bars(axis, values[:F], st.BLUE, width=0.85)
+            st.bars(axis, values[:F], st.MEASURED, width=0.85)
         else:
-            axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=st.BLUE, linewidth=0)
+            axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=st.MEASURED, linewidth=0)
         axis.yaxis.set_major_locator(MaxNLocator(3))
         legend |= _finish_profile(axis, values[:F], values[F:], caption, title)
     title = "; ".join(filter(None, [*parts, "scales differ"]))
@@ -260,11 +266,11 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: view.Caption, name
         # [atlases, F + averages]
         F = values.shape[1] - caption.averages
         mean = values.mean(0)
-        st.mean_bars(axis, values.T[:, None], [st.BLUE], ddof=1, width=0.8, alpha=0.6)
+        st.mean_bars(axis, values.T[:, None], [st.MEASURED], ddof=1, width=0.8, alpha=0.6)
         axis.plot(values[:, :F].T, color="0.35", linewidth=0.5)
         legend |= _finish_profile(axis, mean[:F], mean[F:], caption, head)
     label = f"mean ± standard deviation over {len(names)} atlases"
-    legend["mean"] = Patch(color=st.BLUE, alpha=0.6, label=label)
+    legend["mean"] = Patch(color=st.MEASURED, alpha=0.6, label=label)
     note = "grey lines: each atlas"
     if len(names) <= 4:
         note = f"grey lines: {', '.join(names)}"
@@ -301,13 +307,13 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: view.
         if caption.quantity == "mean_logit":
             middle, deviation = values.mean(0), values.std(0)
             bottom = (middle - deviation)[:F]
-            axis.bar(frames, 2 * deviation[:F], 0.8, bottom, color=st.BLUE, alpha=0.3, linewidth=0)
+            axis.bar(frames, 2 * deviation[:F], 0.8, bottom, color=st.MEASURED, alpha=0.3, linewidth=0)
             axis.use_sticky_edges = False  # else the lowest bar touches the frame, as if it were cut off
         else:
             middle = np.median(values, 0)
             low, high = np.quantile(values[:, :F], [0.1, 0.9], axis=0)
-            axis.fill_between(frames, low, high, color=st.BLUE, alpha=0.3, linewidth=0)
-        axis.plot(frames, middle[:F], color=st.BLUE, marker=marker, markersize=2)
+            axis.fill_between(frames, low, high, color=st.MEASURED, alpha=0.3, linewidth=0)
+        axis.plot(frames, middle[:F], color=st.MEASURED, marker=marker, markersize=2)
         axis.yaxis.set_major_locator(MaxNLocator(ticks))
         legend |= _finish_profile(axis, middle[:F], middle[F:], caption, f"Layer {layer}")
     band = "median and middle 80 % of"
@@ -344,12 +350,8 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: view.C
     """Draw the mean over heads of profiles [N, H, F + averages], every layer in one axes."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     figure, (axis,) = st.panels(1, 1, (7.0, 3.2))
-    # 1. Few layers are named in the legend, many have a scale
-    few = (st.BLUE, st.ORANGE, st.GREEN, st.PURPLE, st.RED, st.DARK)
-    colors: Colormap = ListedColormap(few[:N])
-    if len(few) < N:
-        colors = matplotlib.colormaps["viridis"].resampled(N)
-    # 2. A line per layer, averages of gone frames as single dots
+    colors = ListedColormap(st.series(N))
+    # A line per layer, averages of gone frames as single dots
     mean = profiles.mean(1)
     lines: dict[str, Artist] = {}
     for i, (layer, values) in enumerate(zip(layers, mean, strict=True)):
@@ -359,7 +361,7 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: view.C
         lines[str(layer)] = line
         axis.plot(np.arange(F, len(values)), values[F:], "o", markersize=2.5, color=colors(i))
     legend = _finish_profile(axis, mean[0, :F], np.full(caption.averages, np.nan), caption)
-    if len(few) >= N:
+    if N <= LAYERS_NAMED:
         legend = lines | legend
     else:
         bar = st.color_bar(figure, ScalarMappable(Normalize(-0.5, N - 0.5), colors), axis, "Layer")
@@ -377,12 +379,23 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: view.C
 def layer_statistics(
     first: np.ndarray, middle: np.ndarray, last: np.ndarray, layers: Sequence[int], caption: view.Caption
 ) -> Figure:
-    """Draw bars of the first, middle and last frame per layer: mean and deviation over heads of [N, H]."""
+    """Draw the first, middle and last frame by layer: mean and deviation over heads of [N, H].
+
+    Three bars a layer, or lines in bands where bars would be too slim.
+    """
     N, H = first.shape
     figure, (axis,) = st.panels(1, 1, (7.0, 2.6))
     values = np.stack([first, middle, last], 1)  # [N, 3, H]
-    colors = {"first key frame": st.BLUE, "middle (all between)": st.GREEN, "last key frame": st.ORANGE}
-    st.mean_bars(axis, values, list(colors.values()), width=0.8)
+    colors = {"first key frame": st.FIRST, "middle (all between)": st.PAST, "last key frame": st.OWN}
+    if figure.panel_width / N >= BARS_OF_LAYER:
+        st.mean_bars(axis, values, list(colors.values()), width=0.8)
+    else:
+        mean, deviation = values.mean(2), values.std(2)  # [N, 3]
+        for color, of_frame, spread in zip(colors.values(), mean.T, deviation.T, strict=True):
+            axis.fill_between(
+                range(N), of_frame - spread, of_frame + spread, color=color, alpha=0.2, linewidth=0
+            )
+            axis.plot(of_frame, "o-", color=color, markersize=2, linewidth=1)
     axis.axhline(0, color="0.4", linewidth=0.8)
     st.label_places(axis.xaxis, layers)
     axis.set(ylabel=st.LABELS[caption.quantity], xlim=(-0.6, N - 0.4))
@@ -429,9 +442,9 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title="", subtitle="", *, o
     figure, axes = st.panels(len(blocks), columns=1, size=(7.0, 1.6), same_scale=True)
     for axis, (name, (starts, measured, predicted)) in zip(axes, blocks.items(), strict=True):
         middles = starts + 1
-        colors = [st.ORANGE if start == SHOWN else "0.6" for start in starts]
+        colors = [st.MEASURED if start == SHOWN else PALE for start in starts]
         st.bars(axis, measured, colors, width=2.2, places=middles)
-        axis.plot(middles, predicted, "o-", color=st.BLUE, markersize=3)
+        axis.plot(middles, predicted, "o-", color=st.COMPARED, markersize=3)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set(xlim=(starts[0] - 1, starts[-1] + 3), title=name)
         st.label_places(axis.xaxis, middles, places=middles)
@@ -439,9 +452,9 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title="", subtitle="", *, o
     if of_paper:
         queries += ", those of the paper"
     legend: dict[str, Artist] = {
-        "measured": Patch(color="0.6", label="measured"),
-        "shown": Patch(color=st.ORANGE, label=queries),
-        "predicted": Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="waves of RoPE + s"),
+        "measured": Patch(color=PALE, label="measured"),
+        "shown": Patch(color=st.MEASURED, label=f"measured, {queries}"),
+        "predicted": Line2D([], [], color=st.COMPARED, marker="o", markersize=3, label="waves of RoPE + s"),
     }
     st.label_figure(figure, axes, title, subtitle, y, legend, x)
     return figure
@@ -473,10 +486,10 @@ def curves_in_parts(parts: Mapping[str, PartsPanel], title="", subtitle="") -> F
         left = 0
         for queries, block in blocks.items():
             frames = left + np.arange(len(block.measured))
-            colors = [st.ORANGE, *[st.GREY] * (len(frames) - 1)]
+            colors = [st.FIRST, *[st.PAST] * (len(frames) - 1)]
             st.bars(axis, block.measured, colors, places=frames)
-            axis.plot(frames, block.waves, "o-", color=st.BLUE, markersize=2.5)
-            axis.plot([left, left], [block.waves[0], block.waves[0] + block.s], color=st.RED, linewidth=2.5)
+            axis.plot(frames, block.waves, "o-", color=st.COMPARED, markersize=2.5)
+            axis.plot([left, left], [block.waves[0], block.waves[0] + block.s], color=st.DARK, linewidth=2.5)
             words = st.wrapped(queries, st.SMALL, len(frames) / inch)
             label = axis.text(left - 0.4, top + 0.17 * height, words, va="center", fontsize=st.SMALL)
             label.set_in_layout(False)  # it is inside the panel
@@ -486,10 +499,10 @@ def curves_in_parts(parts: Mapping[str, PartsPanel], title="", subtitle="") -> F
         axis.set_xlim(-1, left - 2)
         st.label_places(axis.xaxis, ticks.values(), places=ticks)
     legend: dict[str, Artist] = {
-        "first": Patch(color=st.ORANGE, label="measured, frame 0"),
-        "others": Patch(color=st.GREY, label="measured, other context"),
-        "waves": Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="waves of RoPE"),
-        "s": Line2D([], [], color=st.RED, linewidth=2.5, label="s, at frame 0"),
+        "first": Patch(color=st.FIRST, label="measured, frame 0"),
+        "others": Patch(color=st.PAST, label="measured, other context"),
+        "waves": Line2D([], [], color=st.COMPARED, marker="o", markersize=3, label="waves of RoPE"),
+        "s": Line2D([], [], color=st.DARK, linewidth=2.5, label="s, at frame 0"),
     }
     st.label_figure(figure, axes, title, subtitle, "Mean logit", legend)
     return figure
@@ -547,23 +560,23 @@ def heads_by_agreement(r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], t
         st.label_figure(figure, axes, title, y="Head")
         return figure
     figure, axes = st.panels(1 + len(worst), 3, (3.0, 2.0))
-    for name, values in r.items():
+    for (name, values), color in zip(r.items(), st.series(len(r)), strict=True):
         ordered = np.sort(values[np.isfinite(values)])
-        axes[0].plot(np.linspace(0, 1, len(ordered)), ordered, label=name)
+        axes[0].plot(np.linspace(0, 1, len(ordered)), ordered, color=color, label=name)
     axes[0].set(title="All heads, ordered", xlabel="Share of heads", ylabel="r of curves", ylim=(-1, 1.02))
     for axis, pair in zip(axes[1:], worst, strict=True):
         _bars_and_line(axis, pair.published, pair.ours, st.GREY)
         axis.set(title=f"{pair.name}, r = {pair.r:.2f}", xlabel="Key frame (latent)", ylabel="Mean logit")
     legend = st.handles(axes[0])
     legend["published"] = Patch(color=st.GREY, label="published curve")
-    legend["here"] = Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="here")
+    legend["here"] = Line2D([], [], color=st.MEASURED, marker="o", markersize=3, label="here")
     st.label_figure(figure, [], title, legend=legend)
     return figure
 
 
 def _bars_and_line(axis: Axes, bars: np.ndarray, line: np.ndarray, color: str | list[str]) -> None:
     st.bars(axis, bars, color)
-    axis.plot(line, "o-", color=st.BLUE, markersize=2.5)
+    axis.plot(line, "o-", color=st.MEASURED, markersize=2.5)
     axis.axhline(0, color=st.DARK, linewidth=0.6)
     st.label_places(axis.xaxis, range(len(bars)))
 
@@ -779,7 +792,7 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
     left.set(xlabel="Word of the prompt", ylabel="Head")
     st.label_places(left.yaxis, range(H))
     st.color_bar(figure, image, [left, right], st.LABELS["mass"], mass)
-    right.barh(np.arange(H), mass.sum(1), color=st.BLUE, height=0.8, linewidth=0)
+    right.barh(np.arange(H), mass.sum(1), color=st.PROMPT, height=0.8, linewidth=0)
     right.set(xlabel="Whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5), xticks=[0, 1])
     right.grid(False, axis="y")
     mean = mass.mean(0)
@@ -799,7 +812,7 @@ def rope_bands(
     F, bands = values.shape
     ratios = [1, max(1.2, bands / 9)]
     figure, (above, below) = st.panels(2, 1, (7.0, 1.2 + 0.1 * bands), sharex=True, height_ratios=ratios)
-    above.bar(np.arange(F), values.sum(-1), width=0.8, color=st.BLUE, alpha=0.75, linewidth=0)
+    above.bar(np.arange(F), values.sum(-1), width=0.8, color=st.MEASURED, alpha=0.75, linewidth=0)
     above.set_ylabel("Sum")
     legend = _finish_profile(above, values.sum(-1), np.empty(0), caption)
     image = st.heat_map(below, values.T, **st.color_scale(values, "mean_logit"))

@@ -12,8 +12,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 import experiments.figures.style as st
 from experiments.analysis.stats import Interval, percent, signed
 
-LINES = (st.RED, st.BLUE, st.GREEN, st.ORANGE, st.PURPLE, st.YELLOW, st.SKY)
-CONTROL = "0.45"  # grey of what bounds a score
 NAMES_NOTE = "policy a/b: a window of a latent frames, b of them the first of the video (a sink)"
 CONTROLS_NOTE = "grey: controls, scored by the same judge"
 
@@ -23,7 +21,7 @@ def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], title:
     """Draw a row a policy, of frames side by side, uint8 [side, n · side, 3]; above it their times."""
     split = "height (n width) color -> n height width color"
     rows = {name: rearrange(strip, split, n=len(seconds)) for name, strip in strips.items()}
-    figure, axes, shown = st.picture_grid(rows, [f"{second} s" for second in seconds])
+    figure, axes, shown = st.picture_grid(rows, [f"{second} s" for second in seconds], beside=1.3)
     for axis, name in zip(axes[:: len(shown)], strips, strict=True):
         axis.set_ylabel(st.wrapped(name, st.SMALL, 1.2), rotation=0, ha="right", va="center")
     st.label_figure(figure, [], title, subtitle, note=NAMES_NOTE)
@@ -53,7 +51,7 @@ def policy_dots(
     for axis, (kind, values) in zip(axes, panels.items(), strict=True):
         _draw_policies(axis, values, names, controls)
         for name in controls:
-            axis.axvline(values[name].estimate, color=CONTROL, linewidth=0.8, linestyle=":")
+            axis.axvline(values[name].estimate, color=st.CONTROL, linewidth=0.8, linestyle=":")
         axis.set_xlim(-0.06, 1.06)
         axis.set_xticks([0, 0.5, 1], ["0", "50", "100\u00a0%"])
         if len(panels) > 1:
@@ -72,7 +70,7 @@ def _draw_policies(
 ) -> None:
     """Draw a dot in the row of each policy, with its interval where it has one."""
     for row, name in enumerate(names):
-        color, marker = (CONTROL, "s") if name in controls else (st.DARK, "o")
+        color, marker = (st.CONTROL, "s") if name in controls else (st.DARK, "o")
         value = values.get(name)
         if isinstance(value, Interval):
             st.mark_intervals(axis, [row], [value], color, marker)
@@ -97,7 +95,7 @@ def policy_measures(
     for axis, (label, values) in zip(axes, measures.items(), strict=True):
         _draw_policies(axis, values, names, controls)
         for name in [name for name in controls if name in values][-1:]:
-            axis.axvline(float(np.ravel(values[name])[0]), color=CONTROL, linewidth=0.8, linestyle=":")
+            axis.axvline(float(np.ravel(values[name])[0]), color=st.CONTROL, linewidth=0.8, linestyle=":")
         axis.margins(x=0.08)
         axis.xaxis.set_major_locator(MaxNLocator(2 if st.is_narrow() else 3))
         axis.set_title(st.wrapped(label, st.LABEL, 0.85) if st.is_narrow() else label)
@@ -186,13 +184,15 @@ def rope_against_distance(
     title = "RoPE tells frames apart by their distance"
     if marks:
         places, heights = zip(*marks, strict=True)
-        above.plot(places, heights, "v", color=st.RED, markersize=5)
+        above.plot(places, heights, "v", color=st.DARK, markersize=5)
         distances_named = ", ".join(map(str, sorted(places)))
         title = f"To RoPE, frames {distances_named} apart look more alike than their neighbours"
     above.set_ylabel("Agreement Re\u00a0C(Δ)")
     below.set_title("How far from the queries a policy's sink stands")
     # From the first to the last distance at which queries of a block see the sink
-    below.barh(range(len(reach)), [last - first for first, last in reach.values()], color=st.BLUE, height=0.6)
+    below.barh(
+        range(len(reach)), [last - first for first, last in reach.values()], color=st.FIRST, height=0.6
+    )
     below.set_yticks(range(len(reach)), [st.wrapped(name, st.TINY, 1.2) for name in reach], fontsize=st.TINY)
     below.set_ylim(len(reach) - 0.5, -0.5)
     x = "Δ, latent frames between query and key"
@@ -212,13 +212,15 @@ def effect_by_length(
 ) -> Figure:
     """Draw s by the length of the rollout, a line a policy with intervals; placebos under the whole past."""
     figure, (axis,) = st.panels(1, 1, (6.4, 2.6))
-    for (name, by_length), color, marker in zip(effects.items(), LINES, "osD^vPX", strict=False):
+    for (name, by_length), color, marker in zip(
+        effects.items(), st.series(len(effects)), "osD^vPX", strict=False
+    ):
         lengths = list(by_length)
         estimate, low, high = zip(*by_length.values(), strict=True)
         axis.plot(lengths, estimate, marker=marker, color=color, label=name, markersize=4)
         axis.fill_between(lengths, low, high, color=color, alpha=0.15, linewidth=0)
     label = "largest effect of another early frame, full"
-    axis.plot(list(placebos), list(placebos.values()), ":", color=CONTROL, linewidth=1, label=label)
+    axis.plot(list(placebos), list(placebos.values()), ":", color=st.CONTROL, linewidth=1, label=label)
     axis.set_ylabel("First-frame effect s (logits)")
     estimates = [interval.estimate for by_length in effects.values() for interval in by_length.values()]
     between = f"{signed(min(estimates))} and {signed(max(estimates))}"

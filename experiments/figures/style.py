@@ -37,7 +37,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.rcsetup import cycler
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, ScalarFormatter
-from matplotlib.transforms import ScaledTranslation, blended_transform_factory
+from matplotlib.transforms import Bbox, ScaledTranslation, blended_transform_factory
 
 from experiments.caches import files, outputs
 from wan import errors
@@ -257,10 +257,15 @@ def lay_out(figure: Figure) -> bool:
         layout.set(rect=(0, 0, 1, 1 - title / figure.get_figheight()))
         layout.execute(figure)
     figure.set_layout_engine(None)  # unlike "none", which has matplotlib draw the figure twice to save it
-    # 2. Constrained layout centres the y label on the figure; here it belongs to the panels
-    label = figure._supylabel  # type: ignore[attr-defined]
-    if label is not None:
-        label.set_y(np.mean([axis.get_position().intervaly for axis in panels_of(figure)]))
+    # 2. A label of all panels stands in their middle, not in that of the figure or of the first
+    around = Bbox.union([axis.get_position() for axis in panels_of(figure)])
+    beside = figure._supylabel  # type: ignore[attr-defined]
+    if beside is not None:
+        beside.set_y((around.y0 + around.y1) / 2)
+    labelled = [axis for axis in panels_of(figure) if axis.get_xlabel()]
+    if len(labelled) == 1:
+        place = labelled[0].get_position()
+        labelled[0].xaxis.label.set_x(((around.x0 + around.x1) / 2 - place.x0) / place.width)
     return widths.min(initial=LEAST) >= LEAST
 
 
@@ -457,7 +462,12 @@ def shape_square(figure: Figure) -> None:
     figure.set_figheight(rows * (width / columns - GAP + ABOVE) + BELOW)
 
 
-def columns_with_room(n: int, inches: float, beside: float = 0.6) -> list[int]:
+def picture_width(height: int, width: int) -> float:
+    """Return the least inches of a picture's width: it covers as much as the least panel."""
+    return LEAST * math.sqrt(width / height)
+
+
+def columns_with_room(n: int, inches: float, beside: float = 0.3) -> list[int]:
     """Choose evenly as many of n pictures as fit side by side at so many inches each."""
     room = int(((_size[0] or WIDEST) - beside) / inches)
     return np.unique(np.linspace(0, n - 1, max(1, min(n, room))).round().astype(int)).tolist()
@@ -578,13 +588,10 @@ def label_figure(
             header.set_transform(from_top)
             header.set_in_layout(False)
             top += (text.count("\n") + 1) * points * 1.3 / 72 + 0.03
-    # 2. The x label under the lowest panels, once in the middle where there are more than two
+    # 2. The x label once below all; lay_out() puts it in the middle
     row_of = {axis: axis.get_subplotspec().rowspan.start for axis in axes}  # type: ignore[union-attr]
-    lowest = [axis for axis, row in row_of.items() if row == max(row_of.values())]
-    if len(lowest) > 2:
-        lowest = [lowest[(len(lowest) - 1) // 2]]
-    for axis in lowest:
-        axis.set_xlabel(x)
+    if axes:
+        max(axes, key=lambda axis: (row_of[axis], -axes.index(axis))).set_xlabel(x)
     # 3. Labels of panels in lines as long as the panels' sides
     high = height / rows - ABOVE - BELOW
     lines = _wrap_labels(figure, figure.panel_width, high)
@@ -683,19 +690,19 @@ def show_picture(axis: Axes, pixels: np.ndarray) -> None:
 
 
 def picture_grid(
-    rows: Mapping[str, Sequence[np.ndarray] | np.ndarray], columns: Sequence[str]
+    rows: Mapping[str, Sequence[np.ndarray] | np.ndarray], columns: Sequence[str], beside=0.42
 ) -> tuple[Figure, list[Axes], list[int]]:
     """Draw rows of pictures [height, width, 3] under the names of their columns, of as many as have room.
 
+    beside: inches that the names of rows take; by default, they stand upright.
     Returns the figure, its axes row by row, and which columns are shown.
     """
-    # Pictures are at least 0.62 inches wide; names of rows need 1.3 inches beside them
     height, width = next(iter(rows.values()))[0].shape[:2]
-    shown = columns_with_room(len(columns), 0.62 * max(1.0, width / height), beside=1.3)
+    shown = columns_with_room(len(columns), picture_width(height, width), beside)
     n = len(shown)
     figure, axes = panels(n * len(rows), n, (1.2, 1.2 * height / width), keep=True)
     figure.set_layout_engine("compressed", wspace=0.02, hspace=0.02, w_pad=0.02, h_pad=0.02)
-    figure.set_figheight(0.2 + len(rows) * height / width * (figure.get_figwidth() - 0.7) / n)
+    figure.set_figheight(0.2 + len(rows) * height / width * (figure.get_figwidth() - beside) / n)
     for row, (name, pictures) in enumerate(rows.items()):
         for axis, column in zip(axes[row * n :], shown, strict=False):
             show_picture(axis, pictures[column])
@@ -921,7 +928,7 @@ def mark_intervals(
     axis: Axes,
     rows: Sequence[float],
     intervals: Sequence[Sequence[float]],
-    color: str = BLUE,
+    color: str = MEASURED,
     marker="o",
     size=5.0,
     label: str | None = None,

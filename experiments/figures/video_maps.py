@@ -19,7 +19,6 @@ from experiments.caches import files, mp4
 from experiments.caches.formats import FORMATS
 from experiments.caches.outputs import require_replaceable
 from experiments.caches.store import remedy
-from experiments.figures import style
 from wan import blocks
 from wan.errors import library_reads
 
@@ -28,7 +27,7 @@ LEAST = 0.2  # share of it where a value is neutral
 LIGHT = 0.4  # share of white in every picture: maps would not be seen on dark ones
 FADED = 0.65  # share of white in pictures of frames that the query does not see
 NOISE: st.Style = {"fill": False, "hatch": "////", "edgecolor": "white", "linewidth": 0, "alpha": 0.8}
-QUERY: st.Style = {"fill": False, "edgecolor": style.RED, "linewidth": 2}
+QUERY: st.Style = {"fill": False, "edgecolor": st.OWN, "linewidth": 2}
 LINE, STRIPE = 3, 16  # pixels of the query's frame, and from stripe to stripe
 OVER_VIDEO = "maps over a video"  # in place of a model, in the mp4
 HEIGHT = 60  # pixels of a thumbnail
@@ -86,13 +85,17 @@ def _scale(values: np.ndarray, quantity: str) -> ScalarMappable:
     return ScalarMappable(PowerNorm(0.5, 0, top), colors["cmap"])
 
 
-@style.styled
+@st.styled
 def video_map(seen: VideoMap, pictures: Sequence[np.ndarray], *, alpha=ALPHA) -> Figure:
     """Draw one map over every frame that the query sees, and its own; one scale for all."""
     key_frames = np.flatnonzero(np.isfinite(seen.values).any((1, 2))).tolist()
     frames, (height, width) = sorted({*key_frames, *seen.query_frames}), pictures[0].shape[:2]
-    columns = len(st.columns_with_room(7, 0.62 * max(1.0, width / height)))
-    figure, axes = st.panels(len(frames), columns, (1.2, 1.2 * height / width + 0.15), keep=True)
+    room = len(st.columns_with_room(7, 0.05 + st.picture_width(height, width)))
+    columns = min(len(frames), room)
+    figure, axes = st.panels(len(frames), columns, (1.2, 1.2 * height / width + 0.2), keep=True)
+    figure.set_layout_engine("compressed", w_pad=0.02, h_pad=0.02)
+    rows, _ = st.rows_and_columns(figure)
+    figure.set_figheight(0.2 + rows * (0.22 + height / width * (figure.get_figwidth() - 0.2) / columns))
     scale = scale_of([seen])
     queried = [seen.query[0]]
     if seen.query[0] < 0:  # the whole block
@@ -103,12 +106,12 @@ def video_map(seen: VideoMap, pictures: Sequence[np.ndarray], *, alpha=ALPHA) ->
         title = str(frame)
         if frame in queried:
             title += " (query)"
-        axis.set_title(title, fontsize=style.SMALL, pad=3)
+        axis.set_title(title, fontsize=st.SMALL, pad=3)
     _finish(figure, axes, seen.title, seen.about, scale, [seen])
     return figure
 
 
-@style.styled
+@st.styled
 def map_strip(
     maps: Sequence[VideoMap],
     pictures: Sequence[np.ndarray],
@@ -138,7 +141,7 @@ def map_strip(
     return figure
 
 
-@style.styled
+@st.styled
 def map_rows(
     rows: Mapping[str, np.ndarray],
     frames: Sequence[int],
@@ -189,7 +192,7 @@ def own_scale(values: np.ndarray, query: Place | None, frames: Sequence[int]) ->
     return _scale(values[counted], "mass")
 
 
-@style.styled
+@st.styled
 def panels_beside(picture: np.ndarray, names: Sequence[str]) -> Figure:
     """Draw one picture [h, w, 3] under each name, side by side."""
     figure, *_ = st.picture_grid({"": [picture] * len(names)}, names)
@@ -220,7 +223,7 @@ def save_rows_movie(
     return Path(path)
 
 
-@style.styled
+@st.styled
 def video_strips(
     videos: Mapping[str, np.ndarray],
     frames: Sequence[int],
@@ -306,7 +309,7 @@ def save_map_movie(
     path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA, overwrite: bool = False
 ) -> Path:
     """Write an mp4 of frames [h, w, 3] uint8 with a map over them; unseen frames pale, noise striped."""
-    scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(style.RED))).astype(np.uint8)
+    scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(st.OWN))).astype(np.uint8)
     require_replaceable(path, mp4.contents_of_video(len(frames), OVER_VIDEO), mp4.video_contents, overwrite)
     with mp4.VideoWriter(path, multiple=2) as movie:
         for n, pixels in enumerate(frames):

@@ -28,7 +28,7 @@ from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.captured import policy_atlas
 from experiments.extraction import cache_builders
-from experiments.figures import heads, style
+from experiments.figures import heads
 from experiments.figures import video_maps as drawing
 from experiments.miniature import SHIPPED, moving_shapes
 from experiments.miniature.evaluation import Miniature
@@ -71,7 +71,7 @@ def run(argv=None):
     else:
         figures = {"videos_mini": videos(), "training_mini": training()}
     for name, figure in figures.items():
-        print(style.save_figure(figure, args.output_dir / f"{name}.svg", overwrite=args.overwrite))
+        print(st.save_figure(figure, args.output_dir / f"{name}.svg", overwrite=args.overwrite))
 
 
 def base_and_causal(*paths: str) -> Figure:
@@ -220,7 +220,7 @@ def _psnr_curve(run: Mapping[str, Any]) -> list[list[float]]:
 
 
 # --- Arrays -> figures
-@style.styled
+@st.styled
 def training_curves(
     losses: Mapping[str, Sequence[Sequence]],
     psnr: Sequence[Sequence[float]],
@@ -234,9 +234,7 @@ def training_curves(
     """
     figure, (left, right) = st.panels(2, 2, (3.8, 2.4))
     half = SMOOTHED // 2
-    for (name, runs), color in zip(
-        losses.items(), (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=False
-    ):
+    for (name, runs), color in zip(losses.items(), st.series(len(losses)), strict=True):
         for curve in runs:
             _, seconds, loss = np.array(curve).T
             share = seconds / seconds[-1]
@@ -253,10 +251,10 @@ def training_curves(
     steps, *curves = np.array(psnr).T
     # The three are nearly alike: narrow lines lie on wide ones
     looks = zip(curves, ("81 frames", "first second", "last second"), (5, 3, 1), strict=True)
-    for (values, name, width), color in zip(looks, (style.SKY, style.BLUE, style.DARK), strict=True):
+    for (values, name, width), color in zip(looks, st.series(len(looks)), strict=True):
         right.plot(steps, values, color=color, linewidth=width, label=name)
     if resumed is not None:
-        right.axvline(resumed, color=style.DARK, linestyle=":", linewidth=1, label="second run begins")
+        right.axvline(resumed, color=st.DARK, linestyle=":", linewidth=1, label="second run begins")
     right.set(xlabel="Step of the VAE", ylabel="PSNR (dB)", title="The VAE on held-out clips")
     legend = st.handles(left) | st.handles(right)
     title = f"The VAE ends at {psnr[-1][1]:.1f} dB, and in the last second of a video at {psnr[-1][3]:.1f} dB"
@@ -265,7 +263,7 @@ def training_curves(
     return figure
 
 
-@style.styled
+@st.styled
 def video_strips(
     captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]], title="Videos", subtitle=""
 ) -> Figure:

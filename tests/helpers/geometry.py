@@ -41,10 +41,10 @@ def problems(figure: Figure, letters=(6, 9)) -> list[str]:
     for axis in panels_of(figure):
         box = axis.get_window_extent(renderer)
         wide, high = box.width / inch, box.height / inch
-        least = LEAST
+        least = min(wide, high)
         if axis.get_gid() == PICTURE:  # as high as its video is
-            least = LEAST * min(1, high / wide)
-        if min(wide, high) < least - 1e-6:
+            least = (wide * high) ** 0.5
+        if least < LEAST - 1e-6:
             found.append(f"a panel is {wide:.2f} x {high:.2f} inches")
         for said, text, corners in words:
             inner = (corners + np.array([1, 1, -1, -1]) * POINT) * inch
