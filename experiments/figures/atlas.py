@@ -289,7 +289,7 @@ def placebo_strips(effect: np.ndarray, placebos: np.ndarray, frames: Sequence[in
     means.bar(columns[1:], mean[columns[1:]], color=st.PAST, width=0.8, label="placebo: another key frame")
     means.bar([0], mean[:1], color=st.FIRST, width=0.8, linewidth=0, label="frame 0")
     means.axhline(0, color="0.4", linewidth=0.8)
-    means.set_ylabel("Mean over heads (logits)")
+    means.set_ylabel("Mean (logits)")
     st.label_places(means.xaxis, range(columns[-1] + 1))
     _mark_absent(means, columns, mean[columns])
     strips.tick_params(labelbottom=False)

@@ -577,7 +577,6 @@ def label_figure(
     """Set a title and a small subtitle, an x label under the lowest axes, one y label for all, and below a
     legend and a note. The figure grows by their height."""
     width, height = figure.get_size_inches()
-    rows, _ = rows_and_columns(figure)
     # 1. Title and subtitle from the top edge down, outside the layout: it would centre them on the axes
     top = 0.03
     from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)  # type: ignore[arg-type]
@@ -593,8 +592,7 @@ def label_figure(
     if axes:
         max(axes, key=lambda axis: (row_of[axis], -axes.index(axis))).set_xlabel(x)
     # 3. Labels of panels in lines as long as the panels' sides
-    high = height / rows - ABOVE - BELOW
-    lines = _wrap_labels(figure, figure.panel_width, high)
+    lines = _wrap_labels(figure, figure.panel_width)
     # 4. Legend and note below, in as many columns as the longest label leaves room for
     below = _set_legend(figure, list((legend or {}).values()), note)
     # 5. Colour bars of several panels, which lie below them in a column
@@ -612,8 +610,8 @@ def label_figure(
     layout.set(rect=(0, 0, 1, 1 - top / height))
 
 
-def _wrap_labels(figure: Figure, wide: float, high: float) -> float:
-    """Break titles and labels of panels so wide and high into lines; return inches of the lines added."""
+def _wrap_labels(figure: Figure, wide: float) -> float:
+    """Break titles and labels of panels so wide into lines; return inches of the lines added."""
     panels = panels_of(figure)
     rows, _ = rows_and_columns(figure)
     is_alone = sum(bool(axis.get_xlabel()) for axis in panels) == 1
@@ -625,6 +623,11 @@ def _wrap_labels(figure: Figure, wide: float, high: float) -> float:
         in_titles = max(in_titles, title.get_text().count("\n"))
         axis.xaxis.label.set_text(wrapped(axis.get_xlabel(), LABEL, below))
         in_labels = max(in_labels, axis.get_xlabel().count("\n"))
+        # Rows need not be alike
+        place = axis.get_subplotspec()
+        ratios = place.get_gridspec().get_height_ratios()  # type: ignore[union-attr]
+        share = ratios[place.rowspan.start] / sum(ratios)  # type: ignore[union-attr]
+        high = share * figure.get_figheight() - ABOVE - BELOW
         axis.yaxis.label.set_text(wrapped(axis.get_ylabel(), LABEL, high))
     return LINE * (rows * in_titles + in_labels)
 

@@ -251,7 +251,7 @@ def training_curves(
     steps, *curves = np.array(psnr).T
     # The three are nearly alike: narrow lines lie on wide ones
     looks = zip(curves, ("81 frames", "first second", "last second"), (5, 3, 1), strict=True)
-    for (values, name, width), color in zip(looks, st.series(len(looks)), strict=True):
+    for (values, name, width), color in zip(looks, reversed(st.series(3)), strict=True):
         right.plot(steps, values, color=color, linewidth=width, label=name)
     if resumed is not None:
         right.axvline(resumed, color=st.DARK, linestyle=":", linewidth=1, label="second run begins")

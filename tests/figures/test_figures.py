@@ -1,24 +1,24 @@
 """Figures: what is drawn is what was given, fits a narrow column, and the SVG is text, its bytes the same."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from itertools import pairwise
 
+import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from conftest import ROOT
-from helpers import geometry, synthetic_caches
+from helpers import gallery, geometry, synthetic_caches
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from experiments import figures
-from experiments.analysis.measures import head_statistics
-from experiments.analysis.panels import HeadMap, HeadPanel, LabelMap, ProfileMap, grouped
+from experiments.analysis.panels import HeadPanel, LabelMap, grouped
 from experiments.analysis.taxonomy import KINDS, LOCALITY
-from experiments.analysis.video_maps import VideoMap
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Caption, open_profiles
@@ -33,99 +33,87 @@ ABOUT = CAPTION.about
 POLICIES = ("full", "window 9, no sink", "window 9, sink 3", "deep sink 21/10", "frozen", "vae")
 
 
-def drawings() -> dict[str, Figure]:
-    """Figures of every family on small data, and those that no notebook draws."""
-    rng = np.random.default_rng(0)
-    matrices = np.stack([synthetic_caches.frame_matrix(H, [3] * 3, seed).numpy() for seed in range(N)])
-    profiles = matrices[:, :, -3:].mean(2)
-    s, one = head_statistics(profiles), profiles[0, -1]
-    curve = np.repeat(one, 5) + np.tile(np.arange(5) / 10, F)
-    panel = HeadPanel("L1H1", 1, H - 1, one, curve, no_preference=0.1)
-    told = "r = 0.993, RMS 0.30 over context frames 0–17"
-    compared = panel._replace(reference=one + 0.3, clipped=np.arange(F) == F - 1, agreement=told)
-    bars, labels = panel._replace(curve=None), np.where(s.delta > 0, 1, -1)
-    strips = [ProfileMap(f"Layer {n}", "mean_logit", profiles[n]) for n in range(N)]
-    strips += [ProfileMap("mass", "mass", np.abs(profiles[0]) / 10), ProfileMap("c", "mass", None, "why")]
-    titles = ("First − middle", "First / middle", "Mass on the first frame", "Excess at equal distance")
-    scales, queries = ("diverging", "ratio", "share", "sequential"), ("", "all query frames") * 2
-    maps = [
-        HeadMap(t, t, "share of 1", scale, s.first, "", q)
-        for t, scale, q in zip(titles, scales, queries, strict=True)
-    ]
-    kinds = [LabelMap("our rule", KINDS, labels, "", labels == 1), LabelMap("l", LOCALITY, None, "none")]
-    kinds.insert(1, LabelMap("published, Pyramid Forcing", KINDS, labels, queries="all query frames"))
-    pictures = [np.full((48, 64, 3), 100, np.uint8)] * F
-    over = {name: dict.fromkeys(("mean", "low", "high"), rng.random(30)) for name in POLICIES}
-    dots = {name: float(rng.random()) for name in POLICIES}
-    seen = np.abs(rng.normal(size=(F, 4, 6))).astype(np.float32)
-    query = ("mass", 2, 5, "pass 0 (t = 1000)", (8, 1, 2), (6, 7, 8), (6, 7, 8), 20, 0.1, "wan-mini", SOURCE)
-    slots = np.arange(4)[:, None] * 3 - np.arange(F)
-    slots = np.where(slots < 0, -9, slots)
-    shares = np.sort(rng.random((4, 5)), 1)[:, [2, 1, 3, 0, 4]]
-    budgets = {
-        rule: {"all": {3: shares[0], 6: shares[1]}, "one": {3: [0.5], 6: [0.7]}, "other": {3: [0.2]}}
-        for rule in ("uniform", "mass on the older past", "Pyramid Forcing", "effect")
-    }
-    condition = {"no head": (0.9, 0.8, 1.0, [0.8, 0.9]), "8 presence heads": (0.1, 0.0, 0.2, [0.1, None])}
-    knockouts = {
-        "These heads lose their past:\ndoes a shape come back?": condition,
-        "In its colour?": condition,
-    }
-    routes = {"all routes of it": shares[0], "one": shares[1]}, {"rendered": 0.9, "VAE": 0.8}
-    runs = {name: [[(i, i, 1 / (i + 1)) for i in range(20)]] * 2 for name in ("VAE", "base")}
-    films = {"causal": [np.full((81, 32, 32, 3), 0.5)] * 2}
-    by_r = {"here": np.linspace(-1, 1, 9)}, [figures.HeadPair("L1H1", one, one, 0.9)] * 2, "Agreement"
-    return {
-        "curves": figures.head_curves([panel, compared], CAPTION),
-        "pictures": figures.head_curves([bars], CAPTION, pictures, "A title"),
-        "grid": figures.head_grid(profiles[0], figures.head_titles(s.delta[0]), CAPTION, layer=1),
-        "statistics": figures.layer_statistics(s.first, s.middle, s.last, range(N), CAPTION),
-        "maps": figures.frame_maps(matrices[0], range(F), CAPTION, layer=1),
-        "profiles": figures.profile_heat_maps(strips, "Every layer", ABOUT, highlighted_frames=LAST),
-        "measures": figures.head_maps(maps, range(N), subtitle=ABOUT),
-        "labels": figures.label_maps(kinds, range(N), subtitle=ABOUT),
-        "slots": figures.slot_map(slots, slots, F, "deep_sink", ABOUT),
-        "shares": figures.share_bars(*routes, "Routes", "Share", {"best single": [0.5, 0.6]}),
-        "knockouts": figures.knockout_shares(
-            knockouts, {"no head": 182, "8 presence heads": 12}, ABOUT, "Without 8 heads 10 % come back"
-        ),
-        "budgets": figures.budget_shares(budgets, ABOUT),
-        "drift": figures.drift_over_time({"Right": over, "Hue": over}, ["frozen", "vae"], ABOUT),
-        "motion": figures.policy_measures({"Right": dots, "Hue": dots}, ["frozen", "vae"], "Motion", ABOUT),
-        "models": figures.effect_by_model({"causal": s.delta, "one step of training": s.first}, ABOUT),
-        "preference": figures.preference_dots(
-            maps[0], maps[2:], border=2, title="Preference", subtitle=ABOUT
-        ),
-        "map strip": figures.map_strip([VideoMap(seen, *query)] * 2, pictures, [0, F - 1]),
-        "all by r": figures.heads_by_agreement(*by_r),
-        "sweep": figures.sweep_curves(
-            {"L1H1": matrices[0, :, -1], "L1H2": matrices[1, :, -1]}, CAPTION, "abc"
-        ),
-        "layers": figures.layer_comparison(profiles, range(N), CAPTION),
-        "distances": figures.distances_and_contrasts(rng.random((H, F)), rng.random((H, 4))),
-        "effects": figures.effect_against(
-            s.first, {"mass": s.delta}, {"mass": "ρ = 0.5"}, title="Mass follows it", subtitle=ABOUT
-        ),
-        "training": training.training_curves(runs, [(i, 20 + i, 21, 19) for i in range(9)], 5, ABOUT),
-        "videos": training.video_strips(["a red circle moving right"] * 2, films, subtitle=ABOUT),
-    }
-
-
 @pytest.fixture(autouse=True)
 def free_width():
     yield
     style.use_size()
 
 
-def test_nothing_overlaps_or_is_cut_or_too_small():
-    """In a column: words over words or data, outside, letters not of 6-9 points, panels below 12 mm."""
-    style.use_size("column")
+@pytest.mark.parametrize("layers", [2, 12, 30])
+@pytest.mark.parametrize("width", style.WIDTHS)
+def test_nothing_overlaps_or_is_cut_or_too_small(width, layers):
+    """Words over words or data, outside, letters not of 6-9 points, panels below 0.7 inch, over a page."""
+    style.use_size(width)
     plt.get_backend()  # it is chosen when it is first asked for
-    before, there = plt.rcParams.copy(), plt.get_fignums()
-    drawn = drawings()
-    wrong = {name: found for name, figure in drawn.items() if (found := geometry.problems(figure))}
-    assert wrong == {} and {figure.get_figwidth() for figure in drawn.values()} == {style.WIDTHS["column"]}
-    assert plt.rcParams == before and plt.get_fignums() == there
+    before, numbers = plt.rcParams.copy(), plt.get_fignums()
+    calls = gallery.gallery(layers, H=2, F=6)
+    if layers > 2:
+        calls = {name: calls[name] for name in gallery.BY_LAYER}
+    wrong = {}
+    for name, draw in calls.items():
+        figure = draw()
+        problems = geometry.problems(figure)
+        if figure.get_figwidth() != style.WIDTHS[width] or figure.get_figheight() > style.PAGE_HEIGHT + 1.5:
+            problems.append(f"{figure.get_size_inches()} inches")
+        if problems:
+            wrong[name] = problems
+    assert wrong == {}
+    assert plt.rcParams == before and plt.get_fignums() == numbers
+
+
+def test_every_figure_is_in_the_gallery():
+    modules = ("experiments.figures", "experiments.miniature.figures")
+    public = {
+        name
+        for module in (figures, training)
+        for name, function in vars(module).items()
+        if hasattr(function, "__wrapped__") and function.__module__.startswith(modules)
+        if name == function.__name__  # not an older name
+    }
+    names = {name.partition(",")[0].removeprefix("training.") for name in gallery.gallery(2, H=3, F=9)}
+    assert names == public and len(public) > 40
+
+
+def test_many_layers_are_one_map_where_panels_have_no_room():
+    profiles = gallery.profiles_of(30, 3, 9)
+    style.use_size("column")
+    figure = figures.layer_comparison(profiles, range(30), CAPTION)
+    mean, deviation = (axis.images[0].get_array() for axis in figure.axes[:2])
+    np.testing.assert_allclose(mean, profiles.mean(1))
+    np.testing.assert_allclose(deviation, profiles.std(1))
+    style.use_size("page")
+    assert len(style.panels_of(figures.layer_comparison(profiles, range(30), CAPTION))) == 30
+
+
+def test_long_tick_labels_leave_panels_wide_enough():
+    style.use_size("page")
+    values = 1e4 + gallery.profiles_of(1, 10, 9)[0]
+    small = figures.head_grid(values / 1e10, ["a"] * 10, CAPTION, layer=1)
+    for figure in (small, figures.head_grid(values, ["a"] * 10, CAPTION, layer=1)):
+        assert geometry.problems(figure) == []
+
+
+def test_a_meaning_has_one_colour_that_no_other_has():
+    hues = ["BLUE", "ORANGE", "GREEN", "RED", "PURPLE", "BROWN", "PINK", "SILVER", "YELLOW", "SKY"]
+    meanings = {
+        name: value for name, value in vars(style).items() if value in style.PALETTE and name not in hues
+    }
+    assert len(meanings) == len({*meanings.values()}) == 10
+    series = {matplotlib.colors.to_hex(color) for color in style.series(7)}
+    assert not series & {*style.PALETTE}
+    pattern = rf"\b(st|style)\.({'|'.join(hues)})\b"
+    for path in (ROOT / "experiments").rglob("*.py"):
+        assert path.name == "style.py" or not re.search(pattern, path.read_text(encoding="utf-8")), path
+    cells = [
+        cell
+        for path in (ROOT / "notebooks").glob("*.ipynb")
+        for cell in json.loads(path.read_text())["cells"]
+    ]
+    code = "".join(line for cell in cells if cell["cell_type"] == "code" for line in cell["source"])
+    assert not re.search(r"#[0-9a-fA-F]{6}|\bcolor=|\bcmap=|palette", code)
+    marks = (ROOT / "experiments/figures/page/drawing.css").read_text()
+    for mark, color in {"sink": style.FIRST, "average": style.AVERAGED, "memory": style.PAST}.items():
+        assert re.search(rf"\.mark-{mark} {{\s+fill: {color};", marks)
 
 
 def test_the_check_of_figures_sees_what_is_wrong():
@@ -295,6 +283,7 @@ from IPython.core.interactiveshell import InteractiveShell
 InteractiveShell.instance()
 import sys
 import numpy as np
+import matplotlib
 import matplotlib.pyplot as plt
 from experiments import figures
 from experiments.caches.view import Caption

@@ -1,7 +1,5 @@
 """Where the parts of a figure lie: words over words or data, words cut off, panels too small, letters too."""
 
-from itertools import combinations
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,7 +16,7 @@ POINT = 1 / 72
 def problems(figure: Figure, letters=(6, 9)) -> list[str]:
     """What is wrong with the figure as it is drawn, a line each."""
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    figure.draw_without_rendering()
     renderer, hidden, inch = canvas.get_renderer(), _hidden(figure), figure.dpi
     found, words = [], []  # text, its artist, box in inches
     for text in figure.findobj(Text):
@@ -34,10 +32,11 @@ def problems(figure: Figure, letters=(6, 9)) -> list[str]:
         out = max(-corners[0], -corners[1], corners[2] - width, corners[3] - height)
         if out > POINT:
             found.append(f"{said!r} is cut by {out * MM:.1f} mm")
-    for (a, _, one), (b, _, other) in combinations(words, 2):
-        over = np.minimum(one[2:], other[2:]) - np.maximum(one[:2], other[:2])
-        if (over > 0.6 * POINT).all():
-            found.append(f"{a!r} lies over {b!r}")
+    boxes = np.array([corners for _, _, corners in words]).reshape(-1, 4)
+    # [words, words, 2] inches by which two overlap
+    over = np.minimum(boxes[:, None, 2:], boxes[:, 2:]) - np.maximum(boxes[:, None, :2], boxes[:, :2])
+    for one, other in np.argwhere(np.triu((over > 0.6 * POINT).all(-1), k=1)):
+        found.append(f"{words[one][0]!r} lies over {words[other][0]!r}")
     for axis in panels_of(figure):
         box = axis.get_window_extent(renderer)
         wide, high = box.width / inch, box.height / inch
