@@ -327,14 +327,18 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: view.
 
 
 def _layers_as_maps(profiles: np.ndarray, layers: Sequence[int], caption: view.Caption) -> Figure:
-    """Draw mean and standard deviation over heads of profiles [N, H, F + averages], a row a layer."""
-    label = st.LABELS[caption.quantity]
+    """Draw profiles [N, H, F + averages], a row a layer: their middle and their spread over heads."""
+    if caption.quantity == "mean_logit":
+        values = {"Mean over heads": profiles.mean(1), "Standard deviation": profiles.std(1)}
+    else:
+        low, high = np.quantile(profiles, [0.1, 0.9], axis=1)
+        values = {"Median over heads": np.median(profiles, 1), "Width of middle 80 %": high - low}
     parts = {}
-    for name, values in {"mean over heads": profiles.mean(1), "standard deviation": profiles.std(1)}.items():
-        quantity = caption.quantity if name == "mean over heads" else "deviation"  # from 0 up
-        colors = st.color_scale(values, quantity, st.PERCENTILE)
-        rows = {str(layer): row[None] for layer, row in zip(layers, values, strict=True)}
-        parts[name] = st.Bands(rows, label, colors)
+    quantities = (caption.quantity, "spread")  # colours of a spread begin at 0
+    for (name, rows), quantity in zip(values.items(), quantities, strict=True):
+        colors = st.color_scale(rows, quantity, st.PERCENTILE)
+        bands = {str(layer): row[None] for layer, row in zip(layers, rows, strict=True)}
+        parts[name] = st.Bands(bands, st.LABELS[caption.quantity], colors)
     figure, axes = st.maps_of_bands(parts)
     legend = st.grey_legend(profiles)
     for axis in axes:
