@@ -188,13 +188,16 @@ def preference_dots(
 ) -> Figure:
     """Draw a panel per newer measure of the preference for frame 0 over an older one, a dot a head [N, H].
 
-    Lines stand at the border above which a head is said to prefer frame 0.
+    Lines stand at the border above which a head is said to prefer frame 0. Nothing is drawn where the older
+    measure is absent.
     """
-    assert older.values is not None
-    shown = [(panel, panel.values) for panel in newer if panel.values is not None]
+    missing = [panel for panel in (older, *newer) if panel.values is None]
+    shown = []
+    if older.values is not None:
+        shown = [(panel, panel.values) for panel in newer if panel.values is not None]
     figure, axes = st.panels(len(shown), 3, (2.9, 2.6))
     for axis, (panel, values) in zip(axes, shown, strict=True):
-        layers = _scatter_heads(axis, older.values, values, 14, np.full(values.shape, "o"))
+        layers = _scatter_heads(axis, np.asarray(older.values), values, 14, np.full(values.shape, "o"))
         for draw_line in (axis.axhline, axis.axvline):
             draw_line(border, color="0.4", linewidth=0.8, linestyle=":")
         if panel.unit == older.unit:
@@ -202,7 +205,7 @@ def preference_dots(
         axis.set_ylabel(f"{capitalized(panel.title)} ({panel.unit})")
     if shown:
         _layer_bar(figure, layers, axes)
-    note = st.missing_note((panel.title, panel.missing_reason) for panel in newer if panel.values is None)
+    note = st.missing_note((panel.title, panel.missing_reason) for panel in missing)
     x = f"{capitalized(older.title)} ({older.unit})"
     st.label_figure(figure, axes, title, subtitle, x=x, note=note)
     return figure

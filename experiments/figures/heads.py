@@ -846,7 +846,9 @@ def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: 
     axis.imshow(cells, interpolation="nearest", aspect="auto")
     # 2. Numbers where cells are wide enough
     last = sorted({frame for frame in frames[-1].tolist() if frame >= 0})
-    title += f": the last block sees {len(last)} of {num_frames} frames, {ranges(last)}"
+    title += f": the last block sees {len(last)} of {num_frames} frames"
+    if last:
+        title += f", {ranges(last)}"
     note = ""
     if figure.get_figwidth() - 1.2 >= 0.15 * slots:
         note = "numbers: temporal positions of RoPE"
