@@ -34,7 +34,7 @@ from experiments.caches.activations import (
     texts_by_name,
 )
 from experiments.caches.mp4 import write_mp4
-from experiments.caches.titles import conditions_of
+from experiments.caches.titles import conditions_of, ranges
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import cache_builders
 from experiments.extraction.video import decode
@@ -880,7 +880,7 @@ class Atlas(dict[str, Any]):
 
     def __repr__(self) -> str:
         lines = [f"Atlas: {self.view().source}", f"  {conditions_of(self, [self.get('branch')])}"]
-        lines.append(f"  layers: {', '.join(map(str, self.layers))}")
+        lines.append(f"  layers: {ranges(self.layers)}")
         for name, names in self.axes.items():
             shape = ", ".join(f"{axis} {n}" for axis, n in zip(names, self[name].shape, strict=True))
             lines.append(f"  {name} [{shape}]: {UNITS[name]}")

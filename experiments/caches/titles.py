@@ -132,10 +132,10 @@ def conditions_of(cache: Mapping[str, Any], branches: Iterable[str | None] = ())
     window = settings.get("local_attn_size", -1)
     if policy is None and window != -1:
         policy = {"name": "window", "window": window, "sink": settings.get("sink_size", 0)}
-    if policy is not None:
+    if isinstance(policy, Mapping):
         values = [f"{name}={value}" for name, value in policy.items() if name != "name"]
-        parts.append(f"cache policy {','.join([policy['name'], *values])}")
-    elif len(cache.get("block_sizes", ())) > 1:
+        parts.append(f"cache policy {','.join([str(policy.get('name')), *values])}")
+    elif "local_attn_size" in settings and len(cache.get("block_sizes", ())) > 1:
         parts.append("the whole KV cache")
     # 3. Of guidance
     names = sorted({branch for branch in branches if branch is not None})

@@ -114,6 +114,10 @@ def test_what_is_printed_says_edits_policy_and_branch(tiny):
     for thing in (captured, captured.runs[0], captured.atlas()):
         assert policy in repr(thing) and edit in repr(thing) and "branch" not in repr(thing)
     assert repr(plain).startswith("Captured: 1 run, attention\n") and "layers: 1\n" in repr(plain.atlas())
+    # What a file does not say is not claimed
+    old = {name: value for name, value in captured.atlas().items() if name != "config"}
+    assert "  edited by " in repr(Atlas(old)) and "cache" not in repr(Atlas(old)).splitlines()[1]
+    assert "layers: 0–1\n" in repr(captured.atlas())
     assert repr(captured.calls[0]) == (
         "CapturedCall: self-attention of layer 0, block 0, step 0; frame_logits [1, 2, 3, 3], frame_mass "
         "[1, 2, 3, 3]"
