@@ -1,6 +1,6 @@
 """Words on the video: which tokens a word has, and its map of a run against the map of all tokens."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -224,21 +224,43 @@ def test_words_of_cross_attention_are_a_float64_softmax(name, attended):
         captured.words(direction="text_to_video")
 
 
-def test_words_of_joint_attention_are_a_float64_softmax_in_both_directions(attended):
-    """Behind a template that says "red" too; of two videos of a prompt."""
-    pipe, given = video_pipelines.hunyuan()
-    given |= {"prompt": TEXT, "num_videos_per_prompt": 2}
+@dataclass
+class Joint:
+    """A pipeline of joint attention: videos of a prompt, calls of the conditional branch, tokens, places."""
+
+    name: str
+    videos: int
+    chosen: tuple[int, ...]
+    grid: tuple[int, int, int]
+    first: int  # key of the prompt's first token: behind the video's, letters' and a template's
+
+
+JOINT = [
+    Joint("hunyuan", videos=2, chosen=(0, 1, 2, 3), grid=(3, 2, 3), first=18),
+    Joint("hunyuan15", videos=1, chosen=(0, 1, 4, 5), grid=(3, 2, 2), first=12 + 8 + 2),
+]
+
+
+@pytest.mark.parametrize("joint", JOINT, ids=lambda joint: joint.name)
+def test_words_of_joint_attention_are_a_float64_softmax_in_both_directions(joint, attended):
+    """Behind a template that says "red" too, whose last tokens the model may read."""
+    pipe, given = getattr(video_pipelines, joint.name)()
+    given |= {"prompt": f'{TEXT} "hi"', "num_videos_per_prompt": joint.videos}
     with capture(pipe, words=list(OF_WORDS)) as captured:
         video_pipelines.call(pipe, given)
-    assert len(captured.runs) == 2 and len(attended) == 4  # two steps of two layers
+    length = max(q.shape[2] for q, _, _ in attended)  # refiners of text have fewer
+    calls = [call for call in attended if call[0].shape[2] == length]
+    grid, first = joint.grid, joint.first
+    assert len(captured.runs) == joint.videos
+    video = grid[0] * grid[1] * grid[2]
     for item, run in enumerate(captured.runs):
-        softmax = torch.stack([float64_softmax(call)[item] for call in attended]).mean((0, 1))
+        softmax = torch.stack([float64_softmax(calls[n])[item] for n in joint.chosen]).mean((0, 1))
         to_text, from_text = captured.words(run), captured.words(run, direction="text_to_video")
         for word, tokens in OF_WORDS.items():
-            rows = [18 + token for token in tokens]  # the prompt follows 18 tokens of the video
-            expected = softmax[:18, rows].sum(-1).view(3, 2, 3)
+            rows = [first + token for token in tokens]
+            expected = softmax[:video, rows].sum(-1).view(grid)
             torch.testing.assert_close(to_text[word].double(), expected, atol=1e-6, rtol=0)
-            expected = softmax[rows, :18].sum(0).view(3, 2, 3)
+            expected = softmax[rows, :video].sum(0).view(grid)
             torch.testing.assert_close(from_text[word].double(), expected, atol=1e-6, rtol=0)
 
 
