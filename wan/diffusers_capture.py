@@ -608,6 +608,7 @@ def require_bands(watched: Watched, requests: Sequence[capture.CaptureRequest]) 
 
 
 # --- The experiment
+COMPARED = 8  # channels of each head
 RECORDS_ORDER = "lazy_prefetch_group_offloading"  # diffusers' hook, gone after the first forward
 
 
@@ -673,6 +674,7 @@ def _first_queries(
             type(model).forward(model, *args, **kwargs)
     except attention.Reached as reached:
         traceback.clear_frames(reached.__traceback__)  # they hold what the forward made, as a mask of GiB
+        reached.queries = reached.queries[..., :COMPARED].clone()
         return reached.with_traceback(None)
     finally:
         attention.IS_EXPERIMENT.set(before)

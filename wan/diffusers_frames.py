@@ -290,7 +290,6 @@ def family_of(model: nn.Module) -> Family | None:
 
 # --- The experiment: which queries change where a frame of the input does
 NOTICED = 0.01  # of the largest change
-ROWS_AT_ONCE = 4096  # whose change is formed
 
 
 def slices_of_rows(
@@ -298,7 +297,7 @@ def slices_of_rows(
 ) -> Tensor:
     """Return of which slice of the input each row of queries is, int64 [Lq]: 1, 2, ...; 0 for none.
 
-    queries_of(x) returns the queries [B, Lq, H, D] that an input gives, plain are those of x. slices are the
+    queries_of(x) returns queries [B, Lq, H, channels] that an input gives, plain are of x. slices are the
     numbers along an axis of x; entries of 0 stay as they are. Binary digits of the number are found one by
     one: slices that have the digit are replaced by random numbers of x's mean and spread, from a generator of
     their own.
@@ -311,9 +310,8 @@ def slices_of_rows(
     rows = torch.zeros(plain.shape[1], dtype=torch.int64, device=plain.device)
     for digit in range(int(slices.max()).bit_length()):
         is_replaced = (slices >> digit & 1).bool().view(shape)
-        changed = queries_of(torch.where(is_replaced, noise, x))
-        parts = zip(changed.split(ROWS_AT_ONCE, 1), plain.split(ROWS_AT_ONCE, 1), strict=True)
-        by_row = torch.cat([(after - before).abs().amax((0, 2, 3)) for after, before in parts]).float()
+        change = (queries_of(torch.where(is_replaced, noise, x)) - plain).abs()
+        by_row = change.amax((0, 2, 3)).float()
         rows += (by_row > NOTICED * by_row.max()).long() << digit
     return rows
 
