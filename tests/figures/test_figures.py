@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from experiments import figures
-from experiments.analysis.panels import HeadPanel, LabelMap, grouped
+from experiments.analysis.panels import HeadMap, HeadPanel, LabelMap, grouped
 from experiments.analysis.taxonomy import KINDS, LOCALITY
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
