@@ -117,6 +117,20 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(texts)
 
 
+def policy_in_words(settings: Mapping[str, Any], num_blocks: int) -> str:
+    """Return what the KV cache kept, in the words of load(cache_policy=...); "" where it is unknown."""
+    policy = settings.get("cache_policy")
+    window = settings.get("local_attn_size", -1)
+    if policy is None and window != -1:
+        policy = {"name": "window", "window": window, "sink": settings.get("sink_size", 0)}
+    if isinstance(policy, Mapping):
+        values = [f"{name}={value}" for name, value in policy.items() if name != "name"]
+        return f"cache policy {','.join([str(policy.get('name')), *values])}"
+    if "local_attn_size" in settings and num_blocks > 1:
+        return "the whole KV cache"
+    return ""
+
+
 def conditions_of(cache: Mapping[str, Any], branches: Iterable[str | None] = ()) -> str:
     """Return edits, cache policy and branches of guidance in a line, of a cache or of a run's fields."""
     # 1. Edits, with the number of calls that each has changed
@@ -126,17 +140,10 @@ def conditions_of(cache: Mapping[str, Any], branches: Iterable[str | None] = ())
         calls = " + ".join(str(count) for count in interventions.get("calls", ()))
         words = f"edited by {interventions.get('words', 'edits that are not recorded')}"
         parts = [f"{words} ({calls} calls)" if calls else words]
-    # 2. What the KV cache kept, in the words that load(cache_policy=...) takes
-    settings = cache.get("config") or {}
-    policy = settings.get("cache_policy")
-    window = settings.get("local_attn_size", -1)
-    if policy is None and window != -1:
-        policy = {"name": "window", "window": window, "sink": settings.get("sink_size", 0)}
-    if isinstance(policy, Mapping):
-        values = [f"{name}={value}" for name, value in policy.items() if name != "name"]
-        parts.append(f"cache policy {','.join([str(policy.get('name')), *values])}")
-    elif "local_attn_size" in settings and len(cache.get("block_sizes", ())) > 1:
-        parts.append("the whole KV cache")
+    # 2. The KV cache
+    policy = policy_in_words(cache.get("config") or {}, len(cache.get("block_sizes", ())))
+    if policy:
+        parts.append(policy)
     # 3. Of guidance
     names = sorted({branch for branch in branches if branch is not None})
     if names:

@@ -23,7 +23,7 @@ from experiments.analysis import axes, taxonomy
 from experiments.analysis.measures import MEASURES, head_statistics, measure_heads, open_quantity
 from experiments.analysis.stats import mean_without_nan
 from experiments.analysis.video_maps import open_map, places_of
-from experiments.caches import files, load_cache, outputs, store
+from experiments.caches import files, load_cache, outputs, store, titles
 from experiments.caches.formats import MapsCache
 from experiments.caches.legacy import UNRECORDED
 from experiments.caches.view import (
@@ -245,7 +245,7 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
 
 
 def beside_title(view: Profiles) -> str:
-    """Return what the title leaves out of the source: edits, the weights, and a long prompt."""
+    """Return what the title leaves out: edits, weights, cache policy, and a long prompt."""
     parts = []
     if view.edits:
         parts.append(f"Edited: {view.edits}")
@@ -254,6 +254,9 @@ def beside_title(view: Profiles) -> str:
     else:
         kind, _, file = view.source.partition(" (")[2].partition("), ")[0].partition(": ")
         parts.append(f"Weights: {file} ({kind})" if file else f"Weights: {kind}")
+    policy = titles.policy_in_words(view.settings, len(view.block_sizes))
+    if policy:
+        parts.append(policy[0].upper() + policy[1:])
     return ". ".join(parts)
 
 

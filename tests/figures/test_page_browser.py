@@ -311,6 +311,7 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tiny, tmp_path)
     path = save_page(tmp_path / "a.html", tmp_path / "a.pt")
     browser = page("layer=1&head=1&quantity=mass", path=path)
     drawn = "document.getElementById('keys').textContent"
+    assert "Cache policy two_memories,window=6,sink=1" in text_of(browser, "source")
     assert "Key frame" in browser.js(drawn) and "μ" in browser.js(drawn) and "average" in browser.js(drawn)
     along = "rowOf(data.keys[state.axis].passes[0].mass, 1, 1).filter(there)"
     assert abs(sum(browser.js(along)) - 1) < 1e-3  # averages hold their share
