@@ -9,7 +9,7 @@ scores = attribute(session, prompt, seed=42, source=Source(prompt="a blue square
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
@@ -90,12 +90,15 @@ def gradients(
     named = tuple(check_site(name) for name in sites)
     recorder = Gradients(named, **chosen, through=through, metric=metric, to=to)
     recorder.models = session.models_watched
-    with session.opened(layout):
+    with ExitStack() as stack:
+        stack.enter_context(session.opened(layout))
         check_gradients(session, recorder, recompute)
         if isinstance(session, PipelineSession):
             recorder.begin()  # forwards of a transformer alone are of no run that begins
-        with watched(recorder), recorder.recomputed(session.model) if recompute else nullcontext():
-            yield SiteGradients(session, recorder)
+        stack.enter_context(watched(recorder))
+        if recompute:
+            stack.enter_context(recorder.recomputed(session.model))
+        yield SiteGradients(session, recorder)
 
 
 class Chosen(TypedDict):
@@ -487,7 +490,9 @@ class Scores(dict[str, Tensor]):
         """The two runs, and the metric."""
         cache = self.cache
         theirs = ", ".join(f"{name} “{value}”" for name, value in cache["source"].items())
-        passes = f"{len(self.passes)} pass{'es' * (len(self.passes) != 1)}"
+        passes = "1 pass"
+        if len(self.passes) != 1:
+            passes = f"{len(self.passes)} passes"
         own = f"“{cache['prompt']}”, seed {cache['seed']}"
         return f"{own}, towards {theirs}; {cache['metric']}, mean of {passes}"
 

@@ -5,7 +5,7 @@ of the config holds those that were made before. prompt and tokens may be left o
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -32,14 +32,15 @@ def encode_prompts(
     config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> dict[str, PromptStates]:
     """Return embeddings and tokens of each prompt; load the encoder only if needed, and free it."""
-    if embeds_file := config.prompt_embeds:
+    if config.prompt_embeds:
         file_prompt = with_given_prompt(config, None)
-        if other := [errors.short_repr(prompt) for prompt in prompts if prompt != file_prompt]:
-            needs = f"and this run needs those of {other[0]}; leave --prompt_embeds out"
-            raise errors.ConfigError(
-                f"{embeds_file} holds the states of {errors.short_repr(file_prompt)}, {needs}"
-            )
-        states, tokens = read_states(embeds_file, sizes)
+        for prompt in prompts:
+            if prompt != file_prompt:
+                raise errors.ConfigError(
+                    f"{config.prompt_embeds} holds the states of {errors.short_repr(file_prompt)}, and this "
+                    f"run needs those of {errors.short_repr(prompt)}; leave --prompt_embeds out"
+                )
+        states, tokens = read_states(config.prompt_embeds, sizes)
         return {file_prompt: (states.to(device, dtype), tokens)}
     # Remembered states are taken where all that their bits depend on is the same (states_files)
     where, states_by_prompt = encoding_device(config, device), dict[str, PromptStates]()
@@ -51,8 +52,11 @@ def encode_prompts(
                 continue
         # umT5 has 11 GB in bfloat16: it is loaded once, for the prompts that are not remembered
         encoder = encoder or TextEncoder.from_pretrained(config.ckpt_dir, sizes.text_len, dtype, where)
-        with one_thread() if where.type == "cpu" and sizes.text_dim < 1024 else nullcontext():
-            states_by_prompt[prompt] = states, tokens = encoder([prompt]), encoder.words(prompt)
+        with ExitStack() as stack:
+            if where.type == "cpu" and sizes.text_dim < 1024:  # a small encoder
+                stack.enter_context(one_thread())
+            states, tokens = encoder([prompt]), encoder.words(prompt)
+        states_by_prompt[prompt] = states, tokens
         if path is not None:  # a full disk costs the next run some seconds
             with suppress(OSError, RuntimeError), replacing(path) as file:
                 content = {"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}

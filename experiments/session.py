@@ -566,10 +566,13 @@ class Session(AnySession):
     def require_files(self) -> None:
         """Describe the model's files, once. ConfigError if they have changed since the first call."""
         config = self._loaded
-        there = model_files(config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path))
-        self.files = self.files or there
-        if other := next((each for each in there if each not in self.files), None):
-            raise errors.ConfigError(f"{other['name']} was replaced after it was read: load the model again")
+        files = model_files(config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path))
+        self.files = self.files or files
+        for file in files:
+            if file not in self.files:
+                raise errors.ConfigError(
+                    f"{file['name']} was replaced after it was read: load the model again"
+                )
 
     @property
     def weights_sha256(self) -> str:
@@ -692,16 +695,19 @@ class Session(AnySession):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out everything that is loaded."""
-        given = {name: getattr(self, name) for name in ("config", "model_config", "device", "dtype")}
-        return given | {"sha256": self.sha256.result() if self.sha256 else None, "files": self.files}
+        names = ("config", "model_config", "device", "dtype", "files")
+        state = {name: getattr(self, name) for name in names} | {"sha256": None}
+        if self.sha256 is not None:
+            state["sha256"] = self.sha256.result()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The other process has its own files, device and memory: it loads what it needs itself.
         vars(self).update(state, preview=None, pipeline=None, texts=None, _loaded=state["config"])
         self._loading = RLock()
-        if sha256 := state["sha256"]:
+        if state["sha256"] is not None:
             self.sha256 = Future()
-            self.sha256.set_result(sha256)
+            self.sha256.set_result(state["sha256"])
 
     def __repr__(self) -> str:
         c, m = self.config, self.model_config

@@ -188,7 +188,8 @@ def context_sign_rate(view: Profiles) -> np.ndarray:
     """Share of positive mean logits over context cells [N, H]; without matrices of the last block."""
     if view.quantity != "mean_logit" or not view.context_frames:
         return np.full((len(view.layers), view.num_heads), np.nan)
-    if (matrix := view.frame_matrices()) is None:
+    matrix = view.frame_matrices()
+    if matrix is None:
         return sign_rate(view.profiles()[..., list(view.context_frames)])
     return sign_rate(matrix[..., context_cells(view.block_sizes)])
 

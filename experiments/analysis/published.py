@@ -80,8 +80,9 @@ def curves_for(
         f"they are mean logits, this is {view.quantity}": view.quantity != "mean_logit",
         "the queries of this cache see no earlier block": not view.context_frames,
     }
-    if applies := [reason for reason, is_so in reasons.items() if is_so]:
-        return {}, f"Not compared with the curves of {Path(path).name}: {applies[0]}"
+    for reason, applies in reasons.items():
+        if applies:
+            return {}, f"Not compared with the curves of {Path(path).name}: {reason}"
     return curves, ""
 
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -434,8 +434,9 @@ class RandomPipeline:
 
     def sample(self, *requests: CaptureRequest, steps: int = 2) -> None:
         """Sample two steps without guidance, from the same noise each time, and capture what is requested."""
-        capture = diffusers_capture.capture_diffusers
-        with capture(self.pipe, *requests) if requests else nullcontext():
+        with ExitStack() as stack:
+            if requests:
+                stack.enter_context(diffusers_capture.capture_diffusers(self.pipe, *requests))
             self.latents = self.pipe(
                 prompt_embeds=self.text,
                 generator=torch.Generator().manual_seed(self.config.seed),
@@ -488,30 +489,40 @@ def pipeline_words(args: argparse.Namespace, config: RunConfig) -> Iterator[list
 
 
 # --- Video transformers of diffusers
+@dataclass
+class Forward:
+    """A forward of a transformer, under a capture of what is requested."""
+
+    model: nn.Module
+    arguments: video_models.Arguments
+    requests: Sequence[CaptureRequest] = ()
+    output: Tensor | None = None  # of the last one
+
+    def __call__(self) -> None:
+        with ExitStack() as stack:
+            if self.requests:
+                stack.enter_context(diffusers_capture.capture_diffusers(self.model, *self.requests))
+            self.output = self.model(**self.arguments)[0]
+
+    def facts(self) -> files.Record:
+        assert self.output is not None
+        return {"sha256": sha256_of([self.output])}
+
+    def row(self, name: str) -> Row:
+        measured = f"a forward of {video_models.LAYERS} layers"
+        return Row(name, measured, partial(seconds_of, self), self.facts)
+
+
 def transformers(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
     """Yield a forward of each model of VIDEO_MODELS: plain, and with mean logits and mass of every head."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     for title, sizes in video_models.VIDEO_MODELS.items():
         model, arguments = video_models.made(sizes, device, dtype)
-        outputs: dict[str, Tensor] = {}
-
-        def forward(name: str, *requests: CaptureRequest, model=model, given=arguments, kept=outputs) -> None:
-            with ExitStack() as stack:
-                if requests:
-                    stack.enter_context(diffusers_capture.capture_diffusers(model, *requests))
-                kept[name] = model(**given)[0]
-
-        def facts(name: str, kept=outputs) -> files.Record:
-            return {"sha256": sha256_of([kept[name]])}
-
-        rows = []
-        for name, requests in (("plain", []), ("every head", [FRAME])):
-            call = partial(forward, name, *requests)
-            seconds, more = partial(seconds_of, call), partial(facts, name)
-            rows.append(Row(f"{title}, {name}", f"a forward of {video_models.LAYERS} layers", seconds, more))
+        plain, every_head = Forward(model, arguments), Forward(model, arguments, [FRAME])
+        rows = [plain.row(f"{title}, plain"), every_head.row(f"{title}, every head")]
         yield rows
-        del model, arguments, outputs, rows
+        del model, arguments, plain, every_head, rows  # the next model takes their memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -6,7 +6,6 @@ A notebook opens any cache with open_profiles(load_cache(path)) and never asks w
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache as remember
-from functools import singledispatch
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -290,6 +289,11 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     if quantity is None:
         quantity = "mean_logit" if typed.is_logits else "mass"
     require_known(quantity, formats.QUANTITIES, "there is no quantity {}", files.CacheError)
+    if type(typed) not in READERS:
+        raise files.CacheError(
+            f"a cache of format {typed.format} holds no values per frame; give one of figure4, inference, "
+            "layer or atlas"
+        )
     passes = typed.passes()
     if step is not None:
         steps: list[int | str] = [at.step for at in passes if at.step is not None]
@@ -299,7 +303,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         passes = [at for at in passes if at.step == step]
     at = passes[0]
     # 2. Layers and frames, as the format has them; values are read when they are asked for
-    part = _read_pass(typed, at, quantity)
+    part = READERS[type(typed)](typed, at, quantity)
     head_dim = typed.head_dim
     if head_dim is None and typed.model.startswith("Wan2.1"):
         head_dim = WAN_HEAD_DIM
@@ -380,16 +384,6 @@ class _Pass(NamedTuple):
     read: Callable[[int], LayerValues]
 
 
-@singledispatch
-def _read_pass(cache: formats.Cache, at: formats.PassTag, quantity: str) -> _Pass:
-    """Return a pass of a cache, as its format has it. CacheError for a format without values per frame."""
-    raise files.CacheError(
-        f"a cache of format {cache.format} holds no values per frame; give one of figure4, inference, "
-        "layer or atlas"
-    )
-
-
-@_read_pass.register
 def _figure4(cache: formats.Figure4Cache, at: formats.PassTag, quantity: str) -> _Pass:
     entries = {entry.layer_idx: entry for entry in cache.attention_weights}
     queries, keys, S = cache.query_frames, cache.key_frames, cache.frame_seq_length
@@ -416,7 +410,6 @@ def _figure4(cache: formats.Figure4Cache, at: formats.PassTag, quantity: str) ->
     return _Pass(list(entries), queries, keys, queries, count, read)
 
 
-@_read_pass.register
 def _inference(cache: formats.InferenceCache, at: formats.PassTag, quantity: str) -> _Pass:
     """The last captured block's calls of one pass."""
     by_layer = {call.layer_idx: call for call in reversed(cache.last_calls()) if call.step == at.step}
@@ -429,7 +422,6 @@ def _inference(cache: formats.InferenceCache, at: formats.PassTag, quantity: str
     return _Pass(sorted(by_layer), first.query_frames, first.key_frames, first.query_frames, count, read)
 
 
-@_read_pass.register
 def _layer(cache: formats.LayerCache, at: formats.PassTag, quantity: str) -> _Pass:
     stored = cache.quantity
     if stored is None:
@@ -446,7 +438,6 @@ def _layer(cache: formats.LayerCache, at: formats.PassTag, quantity: str) -> _Pa
     return _Pass([cache.layer_index], queries, _seen(profile), rows, count, lambda layer: values)
 
 
-@_read_pass.register
 def _atlas(cache: formats.AtlasCache, at: formats.PassTag, quantity: str) -> _Pass:
     p, S, by_means = cache.passes().index(at), cache.frame_seq_length, quantity == "mean_logit"
     # 1. Matrices of this pass [N, H, F, F], and the profiles of the last block [N, H, F]
@@ -492,6 +483,15 @@ def _atlas(cache: formats.AtlasCache, at: formats.PassTag, quantity: str) -> _Pa
 
     rows = range(0 if matrices is None else cache.num_frames)
     return _Pass(cache.layers, last, keys, rows, count, read)
+
+
+# How each format is read: (cache, pass, quantity) -> the values of that pass
+READERS: Mapping[type[formats.Cache], Callable[..., _Pass]] = {
+    formats.Figure4Cache: _figure4,
+    formats.LayerCache: _layer,
+    formats.InferenceCache: _inference,
+    formats.AtlasCache: _atlas,
+}
 
 
 def _from_tokens(

@@ -833,7 +833,8 @@ def train(name: str, output_dir: Path, device: str = "auto", overwrite: bool = F
     chosen = choose_device(device)
     dtype = choose_dtype("auto", chosen)
     stage = replace(STAGES[name], output_dir=output_dir, device=chosen, dtype=dtype, **given)
-    if missing := [file for file in stage.needs if not (output_dir / file).exists()]:
+    missing = [file for file in stage.needs if not (output_dir / file).exists()]
+    if missing:
         raise ConfigError(f"{output_dir / missing[0]} not found; --stage {name} needs it")
     weights = output_dir / (stage.file or OF_STAGES[name])
     if weights.exists() and not overwrite:

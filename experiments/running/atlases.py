@@ -6,7 +6,7 @@ uses or replaces caches of other settings.
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -82,11 +82,14 @@ class AtlasSweep:
                 require_free(video, run.config, bool(self.args.overwrite))
         # What is left at these paths is missing, partial or damaged
         args = argparse.Namespace(**{**vars(self.args), "overwrite": True})
-        with progress.deterministic() if self.args.deterministic else nullcontext():
+        with ExitStack() as stack:
+            if self.args.deterministic:
+                stack.enter_context(progress.deterministic())
             session = sweep.cached("model", run.model, lambda: self.load(run.config, watch))
-            with video_of(self.args, run.config, videos[0], watch) if videos else nullcontext():
-                result = session.generate(config=run.config, requests=self.requests, observer=watch)
-                save(args, result, {run.path: self.cache}, watch)
+            if videos:
+                stack.enter_context(video_of(self.args, run.config, videos[0], watch))
+            result = session.generate(config=run.config, requests=self.requests, observer=watch)
+            save(args, result, {run.path: self.cache}, watch)
 
     def load(self, config: RunConfig, watch: progress.Progress) -> Session:
         decodes = self.args.save_video is not None

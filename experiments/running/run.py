@@ -5,7 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ def make_caches(
     StoppedError after Ctrl-C.
     """
     # 1. Several GPUs make one rollout in a process each; the first of them prints and writes.
-    started = os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "1") != "1"  # by torchrun
-    several = config.gpus > 1 or bool(started)
+    is_rank = bool(os.environ.get("RANK")) and os.environ.get("WORLD_SIZE", "1") != "1"  # of torchrun
+    several = config.gpus > 1 or is_rank
     if several:
         from experiments.running import torchrun
 
@@ -57,7 +57,6 @@ def make_caches(
     videos = videos_of(args, outputs)
     check_outputs(args, config, [*outputs, *videos])
     sizes = dict.fromkeys(outputs, nbytes) | dict.fromkeys(videos, 0)
-    locks = claimed(sizes) if writes else nullcontext()
     if writes and not args.overwrite:
         for path in filter(os.path.exists, outputs):
             planned = outputs[path]
@@ -65,12 +64,12 @@ def make_caches(
         for path in filter(os.path.exists, videos):
             video.require_free(path, config)
     # 3. Roll out and save.
-    has_video = videos and writes
-    with (
-        locks,
-        progress.observed(args, unit) as watch,
-        video_of(args, config, videos[0], watch) if has_video else nullcontext(),
-    ):
+    with ExitStack() as stack:
+        if writes:
+            stack.enter_context(claimed(sizes))
+        watch = stack.enter_context(progress.observed(args, unit))
+        if writes and videos:
+            stack.enter_context(video_of(args, config, videos[0], watch))
         start = time.monotonic()
         session.prepare(requests, observer=watch, decodes=args.save_video is not None)
         result = session.generate(requests=requests, observer=watch)
@@ -78,9 +77,11 @@ def make_caches(
             torchrun.leave()
         if writes:
             save(args, result, outputs, watch)
-            what = f"{parts} {unit}s of {config.num_frames} frames"
-            files = f"{len(outputs)} file{'s' * (len(outputs) > 1)}"
-            watch.print(f"{what}, {files}: {time.monotonic() - start:.1f} s, {progress.memory()}")
+            files = "1 file"
+            if len(outputs) > 1:
+                files = f"{len(outputs)} files"
+            what = f"{parts} {unit}s of {config.num_frames} frames, {files}"
+            watch.print(f"{what}: {time.monotonic() - start:.1f} s, {progress.memory()}")
     if not writes:
         torchrun.end_at_once()
 

@@ -415,12 +415,9 @@ def make_atlas(args: argparse.Namespace, config: RunConfig) -> None:
         start = time.monotonic()
         own_watch = [] if client else [watch]
         study = sweep.call_on_worker(client, prepared, folder, edits[0], args.each, configs, *own_watch)
-        if (
-            client
-            and isinstance(edit := edits[0], interventions.Ablate)
-            and edit.how == "mean"
-            and not edit.source
-        ):
+        edit = edits[0]
+        takes_means = isinstance(edit, interventions.Ablate) and edit.how == "mean" and not edit.source
+        if client and takes_means:
             # Each reference prompt is an item: workers share them before the first ablation.
             means = sweep.call_on_worker(client, Means(study.session, configs[0], edit.sites).begun)
             sweep.work_through(means, means.runs, watch, client)

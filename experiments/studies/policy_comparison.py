@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -253,7 +253,9 @@ class PolicyRuns:
         judges = workers_of(judges)
         pool = sweep.cached("judges", str(judges), lambda: EvalPool(judges, "spawn"))
         # 2. Make the videos.
-        with deterministic() if self.deterministic else nullcontext():
+        with ExitStack() as stack:
+            if self.deterministic:
+                stack.enter_context(deterministic())
             vae = sweep.cached("vae", fingerprint(self.identity), load_vae)
             control = group.items[0].settings.get("control")
             if control is None:
