@@ -207,6 +207,7 @@ def identity_of_class(kind: type) -> dict[str, Any]:
 SAMPLED = 1 << 15  # elements of a tensor that are summed everywhere, or a few more; of all on a GPU alone
 PLACES = 65521  # the largest prime below 2^16: an element's weight in the sum tells where it stands
 OFFLOADS_AND_CACHES = ("accelerate", "diffusers", "torch")  # packages whose hooks leave the weights the same
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
 
@@ -231,8 +232,9 @@ class LiveWeights:
     @property
     def quantised(self) -> str | None:
         """Names of dtypes that hold quantised numbers; None where there are none."""
-        names = [name for name in self.dtypes if not name.startswith(("float16", "bfloat16", "float32"))]
-        return ", ".join(name for name in names if name != "float64") or None
+        floats = {str(dtype).removeprefix("torch.") for dtype in FLOATS}
+        names = [name for name in self.dtypes if name.split(" ")[0] not in floats]
+        return ", ".join(names) or None
 
 
 def live_weights(models: Mapping[Any, nn.Module]) -> LiveWeights:
@@ -287,11 +289,19 @@ def hooks_of(module: nn.Module) -> list[str]:
 
 
 def dtype_name(x: Tensor) -> str:
-    """Return a tensor's dtype; of a tensor of another library's class with the name of that class."""
-    name = str(x.dtype).removeprefix("torch.")
-    if type(x) in (Tensor, nn.Parameter, nn.Buffer):
+    """Return a tensor's dtype; of a tensor of another library's class with the name of that class.
+
+    A class whose numbers consist of integers and scales, as torchao's, has the dtype of the integers.
+    """
+    dtype, kind = x.dtype, type(x)
+    for _, part in _plain_tensors("", x):
+        if part.dtype not in FLOATS:
+            dtype = part.dtype
+            break
+    name = str(dtype).removeprefix("torch.")
+    if kind in (Tensor, nn.Parameter, nn.Buffer):
         return name
-    return f"{name} ({type(x).__name__})"
+    return f"{name} ({kind.__name__})"
 
 
 def _adapter_settings(module: nn.Module) -> list[str]:

@@ -126,3 +126,31 @@ def test_weights_that_accelerate_offloaded_are_those_that_they_were(is_one_of_se
     assert live_weights({None: model}) == before
     weights["bias"] = weights["bias"] + 1
     assert live_weights({None: model}).sampled != before.sampled
+
+
+class Packed(torch.Tensor):
+    """Numbers of a library that keeps integers: what it says of its dtype is that of the numbers."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16)
+
+    def __init__(self, codes):
+        self.codes, self.scale = codes, torch.ones(1)
+
+    def __tensor_flatten__(self):
+        return ["scale", "codes"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        assert function == torch.ops.aten.detach.default
+        return cls(args[0].codes)
+
+
+def test_quantised_numbers_of_other_libraries_are_named_by_their_integers():
+    model = torch.nn.Linear(3, 2, bias=False)
+    assert live_weights({None: model}).quantised is None
+    model.weight = torch.nn.Parameter(Packed(torch.ones(2, 3, dtype=torch.int8)))
+    assert live_weights({None: model}).quantised == "int8 (Packed)"
+    model.weight = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.float8_e4m3fn), requires_grad=False)
+    assert live_weights({None: model}).quantised == "float8_e4m3fn"
