@@ -94,36 +94,27 @@ def require_words(prompt: str, words: Sequence[str]) -> None:
 
 
 def place_in(tokens: Sequence[str], of_prompt: Sequence[str]) -> range:
-    """Return where a prompt's tokens stand among those of a text around it: the last place, and none.
+    """Return where a prompt's tokens stand among those of a text around it: the last place; none if absent.
 
     The end of the prompt may be cut off. Its first token may have another name within a text.
     """
     end = len(tokens)
     while end and _is_special(tokens[end - 1]):
         end -= 1
-    whole, cut = [], []
+    whole, cut_off = range(0), range(0)
     for start in range(end):
         length = min(len(of_prompt), end - start)
-        begins_alike = tokens[start].strip("▁Ġ") == of_prompt[0].strip("▁Ġ") if of_prompt else False
-        if not begins_alike or list(tokens[start + 1 : start + length]) != list(of_prompt[1:length]):
+        if length == 0 or tokens[start].strip("▁Ġ") != of_prompt[0].strip("▁Ġ"):
+            continue
+        if list(tokens[start + 1 : start + length]) != list(of_prompt[1:length]):
             continue
         if length == len(of_prompt):
-            whole.append(range(start, start + length))
-        else:
-            cut.append(range(start, start + length))
-    return (whole[-1:] or cut[:1] or [range(0)])[0]
-
-
-def places_of_word(text: str, word: str) -> list[tuple[int, int]]:
-    """Return first and last + 1 character of each place where a word stands, whole, in a normalised text.
-
-    In scripts that write words without spaces a part of a longer one counts.
-    """
-    pattern = r"\s+".join(re.escape(part) for part in _normalised(word).split())
-    is_spaced = not any(first <= character <= last for character in word for first, last in UNSPACED)
-    if is_spaced:
-        pattern = rf"(?<!\w){pattern}(?![\w{ACCENTS}])"
-    return [match.span() for match in re.finditer(pattern, text, re.IGNORECASE)]
+            whole = range(start, start + length)
+        elif not cut_off:
+            cut_off = range(start, start + length)
+    if whole:
+        return whole
+    return cut_off
 
 
 def _words_in(text: str) -> str:

@@ -171,8 +171,8 @@ def hunyuan() -> Pipe:
 def hunyuan15() -> Pipe:
     """Behind a chat template, of which the model does not read the first tokens; with 8 tokens of letters."""
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
-    said = "message.content if message.content is string else message.content[0].text"
-    tokenizer.chat_template = f"{{% for message in messages %}}a red {{{{ {said} }}}}</s>{{% endfor %}}"
+    content = "message.content if message.content is string else message.content[0].text"
+    tokenizer.chat_template = f"{{% for message in messages %}}a red {{{{ {content} }}}}</s>{{% endfor %}}"
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     sizes |= {"num_hidden_layers": 3, "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1}
     of_letters = T5Config(vocab_size=400, d_model=6, d_kv=3, d_ff=8, num_layers=1, num_heads=2)
