@@ -117,6 +117,18 @@ def place_in(tokens: Sequence[str], of_prompt: Sequence[str]) -> range:
     return cut_off
 
 
+def places_of_word(text: str, word: str) -> list[tuple[int, int]]:
+    """Return first and last + 1 character of each place where a word stands, whole, in a normalised text.
+
+    In scripts that write words without spaces a part of a longer one counts.
+    """
+    pattern = r"\s+".join(re.escape(part) for part in _normalised(word).split())
+    is_spaced = not any(first <= character <= last for character in word for first, last in UNSPACED)
+    if is_spaced:
+        pattern = rf"(?<!\w){pattern}(?![\w{ACCENTS}])"
+    return [match.span() for match in re.finditer(pattern, text, re.IGNORECASE)]
+
+
 def _words_in(text: str) -> str:
     composed = unicodedata.normalize("NFKC", text)
     words = ", ".join(dict.fromkeys(re.findall(r"\w+", composed)))
