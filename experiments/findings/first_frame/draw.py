@@ -32,7 +32,10 @@ def run(argv=None):
     view = atlas("eagle", 21)
     curves, _ = published.curves_for(view, published.path_of(published.FIGURE4_CSV), published.FIGURE4_MODEL)
     panels, _ = choose_heads(view, published.FIGURE4_HEADS)
-    figure4 = figures.head_curves(published.add_reference(panels, view, curves), view.caption)
+    compared = published.add_reference(panels, view, curves)
+    by_head = [panel.agreement.partition(",")[0].removeprefix("r = ") for panel in compared]
+    title = f"The curves of the paper's heads correlate with its Figure 4 by {' and '.join(by_head)}"
+    figure4 = figures.head_curves(compared, view.caption, title=title)
     print(figures.save_figure(figure4, folder / "figure4_published.svg", overwrite=args.overwrite))
     # 2. The same heads at every block of 72 frames
     view = atlas("eagle", 72)
