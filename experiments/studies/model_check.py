@@ -161,10 +161,10 @@ class Attempt:
 
 def check(args: argparse.Namespace, config: RunConfig) -> None:
     """Print how the heads agree with the references, draw it, and say the verdict. RunError for wrong."""
+    references, noises = read_references(args, config)
     outputs.require_replaceable(
         args.output_path, outputs.marked(args.output_path), outputs.marked_contents, args.overwrite
     )
-    references, noises = read_references(args, config)
     best = closest_attempt(args, references, noises)
     print_heads(references, best)
     says = verdict(best.agreements)
