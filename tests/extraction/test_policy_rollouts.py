@@ -219,7 +219,7 @@ def test_what_an_intervention_left_out_is_absent(tiny):
     mass, logits = (open_map(cache, 1, 1, quantity=quantity) for quantity in ("mass", "mean_logit"))
     for found in (mass, logits):
         gone = torch.from_numpy(found.values).isnan().all((1, 2)).tolist()
-        assert gone == [True] + [False] * 8 and "Knockout(layers=1" in found.edits
+        assert gone == [True] + [False] * 8 and "keys of frame 0 left out, in layer 1" in found.edits
     assert mass.keys == 128 and not torch.from_numpy(open_map(cache, 1, 0).values[0]).isnan().any()
 
 
