@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import experiments
 import experiments.analysis.rope_waves as rw
-from experiments import miniature
+from experiments import capture, intervene, load, miniature
 from experiments.analysis import published, stats
 from experiments.analysis.first_frame import matrices
 from experiments.analysis.panels import table
@@ -140,11 +139,9 @@ def measure(directory: Path) -> dict[str, Any]:
     about: Record = {"captions": captions, "r": {}}
 
     def rollouts(length: int, policy: str, edit: Any) -> list[Any]:
-        session = experiments.load(
-            "wan_mini", num_frames=length, cache_policy=policy, device="cpu", **weights
-        )
-        edits = experiments.intervene(edit) if edit else nullcontext()
-        with experiments.capture(session, layers=[*range(8)], steps=[0], mass=False), edits:
+        session = load("wan_mini", num_frames=length, cache_policy=policy, device="cpu", **weights)
+        edits = intervene(edit) if edit else nullcontext()
+        with capture(session, layers=[*range(8)], steps=[0], mass=False), edits:
             runs = session.generate(captions, seeds=[*range(CAPTIONS)])
         about.update(weights_sha256=session.weights_sha256, environment=environment(session.device))
         return runs

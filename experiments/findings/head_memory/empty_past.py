@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from experiments import intervene, load, miniature
-from experiments.analysis import stats
-from experiments.analysis.panels import table
+from experiments.analysis import panels, stats
 from experiments.caches.files import save_report
 from experiments.provenance import environment
 from experiments.running import cli
@@ -67,7 +66,7 @@ def run(argv=None):
         trainings = read_json(output)["trainings"]
     report = findings_of(trainings) | {"trainings": trainings}
     save_report(report, output)
-    print(table([{"contrast": name} | row for name, row in report["contrasts"].items()]))
+    print(panels.table([{"contrast": name} | row for name, row in report["contrasts"].items()]))
 
 
 def sets_of(training: str) -> dict[str, Heads]:
