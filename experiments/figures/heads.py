@@ -215,7 +215,9 @@ def _finish_profile(
 
 def head_titles(values: np.ndarray, text: str = "H{head}, Δ = {value:+.2f}") -> list[str]:
     """Return panel titles with a value [H] of each head; N/A for NaN."""
-    titles = [text.format(head=head, value=value) for head, value in enumerate(values)]
+    if np.nanmax(np.abs(values), initial=0) < 0.01:  # probabilities of single tokens
+        text = text.replace(":+.2f}", ":+.0e}").replace(":.2f}", ":.0e}")
+    titles = [text.format(head=head, value=value).replace("e-0", "e-") for head, value in enumerate(values)]
     return [title.replace("+nan", "N/A").replace("nan", "N/A").replace("-", "−") for title in titles]
 
 
@@ -391,7 +393,9 @@ def layer_statistics(
     figure, (axis,) = st.panels(1, 1, (7.0, 2.6))
     values = np.stack([first, middle, last], 1)  # [N, 3, H]
     colors = {"first key frame": st.FIRST, "middle (all between)": st.PAST, "last key frame": st.OWN}
+    marks = f"lines: mean over {H} heads; bands: ± standard deviation"
     if figure.panel_width / N >= BARS_OF_LAYER:
+        marks = f"bars: mean over {H} heads; lines: ± standard deviation"
         st.mean_bars(axis, values, list(colors.values()), width=0.8)
     else:
         mean, deviation = values.mean(2), values.std(2)  # [N, 3]
@@ -409,8 +413,7 @@ def layer_statistics(
     title = (
         f"The first key frame is above the middle ones in {above[0]} of {N} layers, the last in {above[1]}"
     )
-    note = f"bars: mean over {H} heads; lines: ± standard deviation"
-    st.label_figure(figure, [axis], title, caption.about, legend=legend, x="Layer", note=note)
+    st.label_figure(figure, [axis], title, caption.about, legend=legend, x="Layer", note=marks)
     return figure
 
 

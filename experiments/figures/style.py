@@ -502,7 +502,9 @@ class ShortNumbers(ScalarFormatter):
         self.set_scientific(False)
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        if x == 0 or 1e-3 <= abs(x) < 1e5:
+        if x == 0:
+            return "0"
+        if 1e-3 <= abs(x) < 1e5:
             return super().__call__(x, pos)
         digits, _, power = f"{x:.1e}".replace("-", "\N{MINUS SIGN}").partition("e")
         sign = power[0].replace("+", "")
@@ -619,7 +621,7 @@ def _wrap_labels(figure: Figure, wide: float) -> float:
     in_titles = in_labels = 0
     for axis in panels:
         title = axis._left_title  # type: ignore[attr-defined]
-        title.set_text(wrapped(title.get_text(), title.get_fontsize(), wide))
+        title.set_text(wrapped(title.get_text(), title.get_fontsize(), wide - 0.05))
         in_titles = max(in_titles, title.get_text().count("\n"))
         axis.xaxis.label.set_text(wrapped(axis.get_xlabel(), LABEL, below))
         in_labels = max(in_labels, axis.get_xlabel().count("\n"))
@@ -779,7 +781,7 @@ def color_bar(
         shape["shrink"] = min(1.0, 3.5 / height)
         if width < NARROW:
             shape = {"pad": 0.02, "aspect": 40, "location": "bottom"}
-            length = 0.9 * width * min(1, len(axes) / rows_and_columns(figure)[1])
+            length = 0.5 * width * min(1, len(axes) / rows_and_columns(figure)[1])  # labels lie side by side
     shape["ticks"], shape["format"] = MaxNLocator(4 if length > 1.2 else 2), ShortNumbers()
     bar = figure.colorbar(image, ax=axes, **shape | options)
     bar.set_label(wrapped(label, SMALL, length), fontsize=SMALL)
@@ -888,7 +890,9 @@ def mark_averages(axis: Axes, first: int, count: int, values: np.ndarray | None 
     left, right = axis.get_xlim()
     axis.set_xlim(left, max(right, first + count - 0.5))
     axis.axvline(first - 0.5, color=DARK, linewidth=1.2)
-    strip = Rectangle((first - 0.5, 1), count, 0.04, clip_on=False, **AVERAGE)
+    rows, _ = rows_and_columns(axis.figure)  # type: ignore[arg-type]
+    tall = min(0.04, 0.06 * rows / axis.figure.get_figheight())  # type: ignore[union-attr]
+    strip = Rectangle((first - 0.5, 1), count, tall, clip_on=False, **AVERAGE)
     strip.set_transform(axis.get_xaxis_transform())
     axis.add_patch(strip)
     return {AVERAGES: Patch(**AVERAGE, label=AVERAGES)}
