@@ -791,7 +791,20 @@ def batch_configs(
     # 2. What each video has in place of the base's settings.
     configs = []
     for number in range(count):
-        settings = prompt_settings(prompts[number % len(prompts)], base)
+        settings: Record = {}
+        text = prompts[number % len(prompts)]
+        if isinstance(text, list | tuple):  # a prompt for each block
+            starts = [frames.start for frames in block_ranges(base.block_sizes)]
+            if len(text) != len(starts):
+                raise errors.ConfigError(
+                    f"{len(text)} prompts for {len(starts)} blocks; give a prompt for each block"
+                )
+            schedule = [
+                {"frame": start, "prompt": of_block} for start, of_block in zip(starts, text, strict=True)
+            ]
+            settings = {"prompt": text[0], "prompt_schedule": schedule[1:]}
+        elif text is not None:
+            settings = {"prompt": text}
         if base.prompt_embeds:  # a file of states names its prompt, which umT5 is not asked for
             settings["prompt"] = with_given_prompt(base, settings.get("prompt"))
         if seed is not None or seeds is not None:
@@ -801,21 +814,6 @@ def batch_configs(
             policy_of(config)  # refuses a schedule that it does not know
         configs.append(config)
     return configs
-
-
-def prompt_settings(prompts: str | Sequence[str] | None, config: RunConfig) -> Record:
-    """Return the settings of a video's prompt, or of one for each of its blocks; none for the config's."""
-    if prompts is None:
-        return {}
-    if not isinstance(prompts, list | tuple):
-        return {"prompt": prompts}
-    starts = [frames.start for frames in block_ranges(config.block_sizes)]
-    if len(prompts) != len(starts):
-        raise errors.ConfigError(
-            f"{len(prompts)} prompts for {len(starts)} blocks; give a prompt for each block"
-        )
-    schedule = [{"frame": start, "prompt": text} for start, text in zip(starts, prompts, strict=True)]
-    return {"prompt": prompts[0], "prompt_schedule": schedule[1:]}
 
 
 # --- Numbers are checked before they are kept, once a block or step

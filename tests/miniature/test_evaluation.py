@@ -67,7 +67,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
         "Miniature": PerfectMiniature,
         "measure_vae": lambda mini, clips: {"clips": clips},
     }
-    shorter |= {"SETS": {"behind a wall": SETS["behind a wall"]}}
+    monkeypatch.setattr(moving_shapes, "SETS", {"behind a wall": SETS["behind a wall"]})
     for name, value in shorter.items():
         monkeypatch.setattr(evaluation, name, value)
     config, path = RunConfig(ckpt_dir=str(tmp_path)), tmp_path / "partial"
