@@ -3,8 +3,7 @@
     python experiments/findings/head_memory/empty_past.py --measure outputs/mini1 --device cuda
     python experiments/findings/head_memory/empty_past.py outputs/empty_past/*.json
 
-The first writes a training's answers to outputs/empty_past/NAME.json, a digit a video, and resumes.
-The second puts trainings together in empty_past.json and prints contrasts.
+Write a training's answers to outputs/empty_past/NAME.json; or join trainings in empty_past.json.
 """
 
 from collections.abc import Callable, Mapping, Sequence
