@@ -449,8 +449,8 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title="", subtitle="", *, o
     figure, axes = st.panels(len(blocks), columns=1, size=(7.0, 1.6), same_scale=True)
     for axis, (name, (starts, measured, predicted)) in zip(axes, blocks.items(), strict=True):
         middles = starts + 1
-        colors = [st.MEASURED if start == SHOWN else PALE for start in starts]
-        st.bars(axis, measured, colors, width=2.2, places=middles)
+        of_block = [st.MEASURED if start == SHOWN else PALE for start in starts]
+        st.bars(axis, measured, of_block, width=2.2, places=middles)
         axis.plot(middles, predicted, "o-", color=st.COMPARED, markersize=3)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set(xlim=(starts[0] - 1, starts[-1] + 3), title=name)
@@ -694,6 +694,7 @@ def profile_heat_maps(
         y, places = "A row a head", [places[0]] * len(axes)
     legend: dict[str, Artist] = {}
     for axis, panel in zip(axes, places, strict=True):
+        assert panel.values is not None  # such as have no values are not shown
         F = panel.values.shape[1] - panel.averages
         st.label_places(axis.xaxis, [*range(F), *["μ"] * panel.averages])
         legend |= _mark_beginnings(axis, highlighted_frames) | st.mark_averages(axis, F, panel.averages)
@@ -703,7 +704,9 @@ def profile_heat_maps(
     return figure
 
 
-def _maps_by_quantity(bands: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[Figure, list[Axes]]:
+def _maps_by_quantity(
+    bands: Mapping[str, Mapping[str, np.ndarray]],
+) -> tuple[st.StyledFigure, list[Axes]]:
     """Draw bands [H, F] of each quantity in one heat map, with a colour scale of its own."""
     parts = {}
     for quantity, of_quantity in bands.items():
@@ -723,7 +726,7 @@ def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str, subtit
     y, is_by_panel = "Head", st.has_room(len(panels), same_scale=True)
     if is_by_panel:
         figure, axes = _heat_panels([(quantity, panel.values) for panel in panels.values()], None)
-        tops = [-0.5] * len(axes)
+        tops = np.full(len(axes), -0.5)
         for axis, name in zip(axes, panels, strict=True):
             axis.set_title(name)
             axis.set_ylim(H - 0.5, -0.7 - tall)
@@ -747,7 +750,9 @@ def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str, subtit
     return figure
 
 
-def _heat_panels(maps: Sequence[tuple[str, np.ndarray]], columns: int | None) -> tuple[Figure, list[Axes]]:
+def _heat_panels(
+    maps: Sequence[tuple[str, np.ndarray]], columns: int | None
+) -> tuple[st.StyledFigure, list[Axes]]:
     """Draw a panel for each (quantity, [H, F]); those of one quantity share a colour scale and its bar."""
     # 1. The grid: a panel is at least 2 inches wide, and as high as its heads need.
     num_heads = 1

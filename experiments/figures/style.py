@@ -406,7 +406,7 @@ def _room(width: float, beside: float) -> int:
 
 def panels(
     n: int, columns: int, size: tuple[float, float], keep=False, same_scale=False, **options: Any
-) -> tuple[Figure, list[Axes]]:
+) -> tuple[StyledFigure, list[Axes]]:
     """Make n axes in the grid of grid_of(); cells left over are empty.
 
     same_scale: all panels have the same axes, so that only the outer ones have tick labels. sharex and
@@ -567,7 +567,7 @@ def label_places(
 
 
 def label_figure(
-    figure: Figure,
+    figure: StyledFigure,
     axes: Sequence[Axes],
     title: str,
     subtitle="",
@@ -627,8 +627,8 @@ def _wrap_labels(figure: Figure, wide: float) -> float:
         in_labels = max(in_labels, axis.get_xlabel().count("\n"))
         # Rows need not be alike
         place = axis.get_subplotspec()
-        ratios = place.get_gridspec().get_height_ratios()  # type: ignore[union-attr]
-        share = ratios[place.rowspan.start] / sum(ratios)  # type: ignore[union-attr]
+        ratios = np.asarray(place.get_gridspec().get_height_ratios(), float)  # type: ignore[union-attr]
+        share = ratios[place.rowspan.start] / ratios.sum()  # type: ignore[union-attr]
         high = share * figure.get_figheight() - ABOVE - BELOW
         axis.yaxis.label.set_text(wrapped(axis.get_ylabel(), LABEL, high))
     return LINE * (rows * in_titles + in_labels)
@@ -696,7 +696,7 @@ def show_picture(axis: Axes, pixels: np.ndarray) -> None:
 
 def picture_grid(
     rows: Mapping[str, Sequence[np.ndarray] | np.ndarray], columns: Sequence[str], beside=0.42
-) -> tuple[Figure, list[Axes], list[int]]:
+) -> tuple[StyledFigure, list[Axes], list[int]]:
     """Draw rows of pictures [height, width, 3] under the names of their columns, of as many as have room.
 
     beside: inches that the names of rows take; by default, they stand upright.
@@ -811,7 +811,7 @@ class Bands(NamedTuple):
     colors: Mapping[str, Any]
 
 
-def maps_of_bands(parts: Mapping[str, Bands]) -> tuple[Figure, list[Axes]]:
+def maps_of_bands(parts: Mapping[str, Bands]) -> tuple[StyledFigure, list[Axes]]:
     """Draw a panel for each part, side by side; of the same bands, the first has their names beside it."""
     first = next(iter(parts.values()))
     is_same = all(part.values.keys() == first.values.keys() for part in parts.values())

@@ -263,7 +263,7 @@ def _query_box(
 
 
 def _finish(
-    figure: Figure,
+    figure: st.StyledFigure,
     axes: Sequence[Axes],
     title: str,
     subtitle: str,

@@ -16,7 +16,13 @@ from experiments.miniature import figures as training
 SOURCE = "wan-mini (checkpoint: a.pt), “a red circle moving right over a dark blue background”, seed 42"
 POLICIES = ("full", "window 9, no sink", "window 9, sink 3", "deep sink 21/10", "frozen", "vae")
 # Figures with a panel for each layer or head; the grid of the others is the same for all models
-BY_LAYER = ("head_curves", "head_grid", "sweep_curves", "layer_comparison", "layer_statistics")
+BY_LAYER: tuple[str, ...] = (
+    "head_curves",
+    "head_grid",
+    "sweep_curves",
+    "layer_comparison",
+    "layer_statistics",
+)
 BY_LAYER += ("first_by_block", "curves_in_parts", "heads_by_agreement", "frame_maps")
 BY_LAYER += ("profile_heat_maps", "key_maps")
 WORDS = ["a", "red", "circle", "moving", "right", "over", "a", "dark", "blue", "background", "</s>"]

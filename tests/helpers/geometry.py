@@ -70,15 +70,15 @@ def _touches_data(axis: Axes, corners: np.ndarray, text: Text) -> bool:
     """Tell whether a line, its markers or a bar pass through a box; a point that the text names may."""
     box, own = Bbox([corners[:2], corners[2:]]), getattr(text, "xy", None)
     for line in axis.lines:
-        if line.get_transform() is axis.get_xaxis_transform() or len(line.get_xdata()) < 1:
+        if line.get_transform() is axis.get_xaxis_transform() or np.size(line.get_xdata()) < 1:
             continue
         path = line.get_transform().transform_path(line.get_path())
-        is_data = len(line.get_xdata()) > 2 or np.ptp(np.asarray(line.get_ydata(), float))
+        is_data = np.size(line.get_xdata()) > 2 or np.ptp(np.asarray(line.get_ydata(), float))
         if is_data and line.get_linestyle() not in ("None", "") and path.intersects_bbox(box, False):
             return True
         inside = (path.vertices > box.p0).all(1) & (path.vertices < box.p1).all(1)
         if line.get_marker() not in ("None", "") and inside.any():
-            return own is None or not np.allclose(line.get_xydata()[inside], own)
+            return own is None or not np.allclose(np.asarray(line.get_xydata())[inside], own)
     drawn = [p for p in axis.patches if p.get_clip_on() and p.zorder >= 1]
     bars = [p for p in drawn if p.get_data_transform() == axis.transData]
     paths = [patch.get_transform().transform_path(patch.get_path()) for patch in bars]
