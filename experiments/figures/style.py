@@ -781,8 +781,9 @@ def color_bar(
         shape["shrink"] = min(1.0, 3.5 / height)
         if width < NARROW:
             shape = {"pad": 0.02, "aspect": 40, "location": "bottom"}
-            length = 0.5 * width * min(1, len(axes) / rows_and_columns(figure)[1])  # labels lie side by side
-    shape["ticks"], shape["format"] = MaxNLocator(4 if length > 1.2 else 2), ShortNumbers()
+            length = 0.9 * width * min(1, len(axes) / rows_and_columns(figure)[1])
+    least = 2.0 if "location" in shape else 1.2  # inches of four labels, which may lie side by side
+    shape["ticks"], shape["format"] = MaxNLocator(4 if length > least else 2), ShortNumbers()
     bar = figure.colorbar(image, ax=axes, **shape | options)
     bar.set_label(wrapped(label, SMALL, length), fontsize=SMALL)
     return bar
