@@ -82,7 +82,7 @@ def as_session(x: Any) -> Any:
         raise errors.ConfigError(f"{type(x).__name__} is the model of a session: give the session itself")
     if pipeline_session.is_pipeline(x):
         return pipeline_session.session_of(x)
-    problem = f"a {type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model"
+    problem = f"{type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model"
     if isinstance(x, str | Path):
         problem = f"{errors.short_repr(x)} is a name: open it first, session = load({errors.short_repr(x)})"
     raise errors.ConfigError(problem)

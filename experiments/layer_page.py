@@ -16,9 +16,13 @@ def run(argv=None):
     parser = cli.Parser(description=__doc__)
     flag = parser.add_argument
     flag("cache", type=files.located, help="a cache of any format, or a folder of layerN.pt")
-    flag("--output_path", type=Path, help="the page; beside the cache where not given")
-    flag("--max_mb", type=cli.number(float, 1e-9, 1e9), help="size; passes are left out for it; 16")
-    flag("--video", type=cli.input_path, help="an mp4 of the rollout; the one beside the cache if any")
+    flag("--output_path", type=Path, help="the page; if not given, CACHE.html beside the cache")
+    flag(
+        "--max_mb",
+        type=cli.number(float, 1e-9, 1e9),
+        help="largest page; passes that do not fit are left out; if not given, 16",
+    )
+    flag("--video", type=cli.input_path, help="an mp4 of the rollout; if not given, the one beside the cache")
     flag("--maps", type=cli.input_path, help="a maps cache of the rollout, to click on patches")
     flag("--compare", type=cli.input_path, help="a second cache of the same sizes: heads side by side")
     flag(

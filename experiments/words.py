@@ -113,6 +113,8 @@ class WordMaps(Mapping[str, Tensor]):
         self.layers, self.passes = list(layers), list(passes)
 
     def __getitem__(self, word: str) -> Tensor:
+        if word not in self.maps:
+            raise KeyError(f"no map of {word!r}, only of {', '.join(self.maps)}; name it in words=[...]")
         return self.maps[word]
 
     def __iter__(self) -> Iterator[str]:
@@ -123,7 +125,7 @@ class WordMaps(Mapping[str, Tensor]):
 
     def mean(self, word: str) -> Tensor:
         """Return the mean map of a word over layers, heads and passes [frames, rows, columns]."""
-        values = self.maps[word]
+        values = self[word]
         if values.ndim == 3:
             return values
         return values.nanmean((0, 1, 2))

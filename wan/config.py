@@ -264,7 +264,7 @@ class ModelSettings:
     )
     # By heads (wan/wings/parallel.py)
     gpus: Annotated[int, Field(ge=1, le=4096)] = setting(
-        1, flag="make one rollout on so many GPUs of this host; it starts torchrun itself"
+        1, flag="split one rollout over this many GPUs of the host (the script starts torchrun)"
     )
     offload: bool = setting(
         False,

@@ -261,14 +261,16 @@ class Gradients(Watcher):
         x0, value = self._evaluated(graph, metric)
         problem = ""
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-            problem = f"is {errors.short_repr(getattr(value, 'shape', value))}"
+            problem = errors.short_repr(value)
+            if isinstance(value, Tensor):
+                problem = f"a tensor of {value.dtype} and shape {list(value.shape)}"
         elif not value.isfinite():
-            problem = f"is {value.item()}"
+            problem = f"{value.item()}"
         elif not value.requires_grad or not self._depends(value, x0, nodes, metric):
-            problem = "depends on no x0"
+            problem = "a number that depends on no x0"
         if problem:
             raise errors.ConfigError(
-                f"a gradient is of one number that depends on x0, and what came {problem}"
+                f"a metric must return one number that depends on x0 (x0.mean()); it returned {problem}"
             )
         with torch.enable_grad():
             gradients = torch.autograd.grad(

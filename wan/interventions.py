@@ -28,7 +28,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from threading import Semaphore, Thread
-from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -1007,8 +1007,19 @@ T = TypeVar("T")
 class ReusableContext(ContextDecorator, AbstractContextManager[Any]):
     """A context that may be entered several times, also while it is open; each entry is independent."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
-        self._make, self._entered = make, list[AbstractContextManager[Any]]()
+    def __init__(self, name: str, make: Callable[[], AbstractContextManager[Any]]):
+        self._name, self._make = name, make
+        self._entered = list[AbstractContextManager[Any]]()
+
+    def __repr__(self) -> str:
+        return f"{self._name}(...): a context; open it in a with statement"
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("_"):  # copy and pickle look for theirs before __init__ has run
+            raise AttributeError(attribute)
+        raise AttributeError(
+            f"{self._name}(...) has no {attribute!r} until it is opened: with {self._name}(...) as x: ..."
+        )
 
     def __enter__(self) -> Any:
         context = self._make()
@@ -1026,13 +1037,13 @@ def reusable(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextM
 
     @wraps(function)
     def context(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
-        return ReusableContext(partial(make, *args, **kwargs))
+        return ReusableContext(function.__name__, partial(make, *args, **kwargs))
 
     return context
 
 
 # --- Edits at work
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Edits(Watcher):
     """Edits of one context, the data they need, and how many calls each has changed so far.
 
@@ -1050,6 +1061,10 @@ class Edits(Watcher):
     def __post_init__(self) -> None:
         self.changed, self.reached = [0] * len(self.edits), [0] * len(self.edits)
         self.sees = frozenset(site for edit in self.edits for site in edit.sites)
+
+    def __repr__(self) -> str:
+        edits = [f"{edit!r} ({count} calls)" for edit, count in zip(self.edits, self.changed, strict=True)]
+        return f"Edits: {'; '.join(edits)}"
 
     def check(self, sizes: RolloutSizes) -> None:
         for edit in self.edits:

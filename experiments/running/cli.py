@@ -352,10 +352,10 @@ def group_of(action: argparse.Action) -> str:
 DECODING = ("preview", "vae_dtype")  # flags of the decoder of a video
 WORKERS = ("workers", "scheduler", "slurm")
 OVERWRITE = (
-    "replace whatever is at an output's path. Otherwise a file stays that this program did not write or that "
-    "was changed since, that is of another kind, model or weights, or that has layers, steps, frames or "
-    "fields that the new one would lack; one of another prompt or seed is replaced when the new one is "
-    "complete, and the script says so"
+    "replace any file at an output's path. Without this flag the script keeps files that it did not write "
+    "or that were changed since, files of another kind, model or weights, and caches with layers, steps, "
+    "frames or fields that the new one lacks. It replaces a file of another prompt or seed when the new one "
+    "is complete, and says so"
 )
 
 

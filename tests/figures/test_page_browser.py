@@ -10,6 +10,7 @@ import subprocess
 import time
 import xml.etree.ElementTree as ET
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -26,6 +27,7 @@ from experiments.caches.view import open_profiles
 from experiments.captured import policy_atlas
 from experiments.figures.html_page import pooled, save_page
 
+PUBLISHED = Path(__file__).parents[2] / "cache" / "published"
 FOUND = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
 FLAGS += " disable-component-update disable-sync remote-debugging-port=0 remote-allow-origins=*"
@@ -233,6 +235,20 @@ def test_without_a_mouse_at_both_widths(browser, files, width):
         assert browser.js("[state.layer, state.head]") == state
     assert browser.js("document.querySelectorAll('#detail-line p, #map-note p, #kind-note p').length") >= 5
     assert browser.complaints() == []
+
+
+@pytest.mark.beside
+def test_numbers_of_twelve_heads_do_not_touch(browser, tmp_path):
+    """Two maps stand side by side in a window of 1280 pixels."""
+    save_page(tmp_path / "eagle.html", PUBLISHED / "self_forcing_dmd_eagle_21f.pt")
+    browser.open(f"file://{tmp_path / 'eagle.html'}", 1280, 900)
+    labels = browser.js(
+        "[...document.querySelectorAll('#map > text.middle.small')]"
+        ".map((e) => e.getBoundingClientRect()).map((b) => [b.top, b.left, b.right])"
+    )
+    heads = sorted(label[1:] for label in labels if label[0] == labels[0][0])
+    assert len(heads) >= 6
+    assert all(right[0] - left[1] >= 2 for left, right in pairwise(heads))
 
 
 @pytest.mark.beside

@@ -1,5 +1,6 @@
 """Pipelines of diffusers behind the doors of a session: capture, intervene, and the atlas of a run."""
 
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -104,6 +105,11 @@ def test_activations_and_edits_of_a_pipeline(pipeline):
     with intervene(pipeline, Knockout(frames="first", steps=[1], branch="cond", passes="all")) as active:
         edited = sample(pipeline)
     assert active.changed == [2] and not torch.equal(plain, edited)
+    assert re.fullmatch(r"Edits: Knockout\(.*\) \(2 calls\)", str(active))
+    unopened = capture(pipeline, layers=[1])
+    assert str(unopened).startswith("capture(...): a context")
+    with pytest.raises(AttributeError, match=r"no 'atlas' until it is opened: with capture\(\.\.\.\) as"):
+        unopened.atlas()
     with intervene(pipeline.transformer, at("z", layers=[0]), lambda z, where: 0 * z) as active:
         assert not torch.equal(plain, sample(pipeline))
     assert active.changed == [6]

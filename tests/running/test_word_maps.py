@@ -161,6 +161,9 @@ def test_words_are_captured_of_every_video_of_a_batch():
         torch.testing.assert_close(maps, alone.words()["circle"], atol=1e-5, rtol=0)
     with capture(session, words="circle", each=True, layers=[2], steps=[0]) as captured:
         session.generate(prompts[0], seed=1)
+    assert "red" not in captured.words() and captured.words().get("red") is None
+    with pytest.raises(KeyError, match="no map of 'red', only of circle"):
+        captured.words().mean("red")
     every = captured.words()["circle"]
     assert every.shape == (1, 12, 1, 3, 4, 4)
     for keeps_axes in (True, False):

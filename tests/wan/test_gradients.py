@@ -211,10 +211,10 @@ def takes_three(x0, activations, run):
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        (is_no_number, "of one number that depends on x0"),
+        (is_no_number, "must return one number that depends on x0"),
         (is_detached, "depends on no x0"),
-        (is_nan, "what came is nan"),
-        (is_complex, "of one number"),
+        (is_nan, "it returned nan"),
+        (is_complex, "it returned a tensor of torch.complex128 and shape"),
         (takes_nothing, "is no function of x0"),
         (takes_three, "is no function of x0"),
         (3, "metric 3 is no function"),

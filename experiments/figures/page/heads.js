@@ -26,7 +26,9 @@ function drawMap(id, m) {
     grid(kept, H, MAP.left, MAP.top, w, h, scale) + grid(rest, H, MAP.left, MAP.top, w, h, scale, "dim");
   for (const i of ticks(N, 30))
     out += text(MAP.left - 5, MAP.top + (i + 0.5) * h + 3.5, data.layers[i], "end small");
-  for (const j of ticks(H, 20)) out += text(MAP.left + (j + 0.5) * w, bottom + 12, j, "middle small");
+  // a number of two digits takes 15 units
+  for (const j of ticks(H, Math.min(20, across / 15)))
+    out += text(MAP.left + (j + 0.5) * w, bottom + 12, j, "middle small");
   out +=
     text(MAP.left + across / 2, bottom + 27, "Head", "middle") + upright(11, MAP.top + (N * h) / 2, "Layer");
   out += colorBar(MAP.left, bottom + 48, across, scale, `${m.title}, ${m.unit}`);
