@@ -81,6 +81,7 @@ def test_a_wrong_choice_of_a_capture_is_named(chosen, text, session):
     "kind, fields, text",
     [
         (Knockout, {"frames": "own:03"}, "frames 'own:03'"),
+        (Knockout, {"frames": "frist"}, "(item 0) should be a valid integer or one of first, sink, past"),
         (Knockout, {"frames": 0, "passes": "some"}, "should be 'denoise', 'clean' or 'all'"),
         (Bias, {"b": True, "frames": 0}, "b True should be a valid number"),
         (Band, {"bands": 0, "phase": float("nan")}, "phase nan should be"),

@@ -223,8 +223,11 @@ def check_fields(settings: Any, where: str = "") -> None:
 
 
 def problem_of(error: ValidationError) -> str:
-    """Return what pydantic says of a value, as the end of a sentence that begins with the value."""
-    problems = []
+    """Return what pydantic says of a value, as the end of a sentence that begins with the value.
+
+    An item of a list is named once, before all that pydantic says of it.
+    """
+    problems: dict[str, list[str]] = {}  # by the item
     for entry in error.errors(include_url=False):
         message = entry["msg"]
         if entry["type"] == "none_required":  # None is allowed besides what the other entries say
@@ -236,10 +239,15 @@ def problem_of(error: ValidationError) -> str:
         if "should" in message:
             message = "should" + message.partition("should")[2]
         indices = [str(step) for step in entry["loc"] if isinstance(step, int)]
+        item = ""
         if indices:
-            message = f"(item {indices[-1]}) {message}"
-        problems.append(message)
-    return " or ".join(dict.fromkeys(problems))
+            item = f"(item {indices[-1]}) "
+        messages = problems.setdefault(item, [])
+        if messages:
+            message = message.removeprefix("should be ")
+        if message not in messages:
+            messages.append(message)
+    return " or ".join(item + " or ".join(messages) for item, messages in problems.items())
 
 
 def from_values(kind: type[Settings], values: Any, where: str = "") -> Settings:

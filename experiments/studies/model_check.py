@@ -189,7 +189,8 @@ def read_references(args: argparse.Namespace, config: RunConfig) -> tuple[list[R
     # 1. The files: the user's, or those that are published.
     if not args.reference and config.model not in PUBLISHED:
         raise ConfigError(
-            f"no published curves exist for {config.model}; name an atlas of this model by --reference"
+            f"no published curves exist for {config.model}; make an atlas of it by run_extraction_all.py, "
+            "and name it by --reference"
         )
     names = [f"self_forcing_dmd_{name}_{args.frames}f.pt" for name in ("eagle", "castle")]
     paths = [published.path_of(name) for name in names]
