@@ -218,7 +218,7 @@ def test_the_miniature_agrees_with_itself_and_its_base_weights_do_not(tmp_path, 
     assert "All heads, ordered" in figure.read_text()
     with pytest.raises(RunError, match="wan-mini is wrong"):
         check_model.run([*flags, "--no_checkpoint"])
-    with pytest.raises(ConfigError, match="make an atlas of it .* and name it by --reference"):
+    with pytest.raises(ConfigError, match=r"make an atlas of it .* and name it by --reference"):
         check_model.run(ON_CPU)
 
 
