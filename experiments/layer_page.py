@@ -38,6 +38,7 @@ def run(argv=None):
     if not cache.name.strip("."):  # . or ..
         cache = cache.resolve()
     path = args.output_path or cache.with_suffix(".html")
+    files.require_suffix(path, ".html")
     files.require_distinct([path], [args.cache, *args.inputs])
     save_page(
         path,

@@ -244,6 +244,7 @@ def test_tables_reports_and_trained_weights_need_overwrite(tmp_path, capfd, monk
     page = tmp_path / "page.html"
     page.write_text("mine")
     refused(layer_page, [PUBLISHED, "--output_path", page], capfd, "page.html is there, and no html file")
+    refused(layer_page, [PUBLISHED, "--output_path", tmp_path / "page.png"], capfd, "does not end in .html")
     shutil.copytree(ROOT / "checkpoints/wan-mini/vae", tmp_path / "vae")
     refused(train_mini, ["--stage", "vae", "--output_dir", tmp_path], capfd, "vae is there; .*--overwrite")
     assert csv.read_text() != "my,heads" and json.loads(report.read_text()) == {"mine": 1}
