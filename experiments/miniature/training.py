@@ -320,9 +320,10 @@ class CudaGraphs:
 
 
 # --- Stage 1: the VAE, on short clips first, then on clips longer than it can see back
+FRAMES = moving_shapes.FRAMES  # of a clip; its scenes are of as many, whatever is trained on
 SHORT_CLIPS, LONG_CLIPS = (
     (5, 17),
-    (17, 33, moving_shapes.FRAMES, 129),
+    (17, 33, FRAMES, 129),
 )  # video frames; the decoder sees 109 back
 SHORT_SHARE = 0.4  # of the stage, with short clips
 QUALITY_POINTS = 10  # of the PSNR curve
@@ -343,7 +344,7 @@ def train_vae(stage: Stage) -> dict:
     def loss_of(step: int, progress: float) -> tuple[str, Loss]:
         lengths = SHORT_CLIPS if progress < SHORT_SHARE else LONG_CLIPS
         frames = lengths[step % len(lengths)]
-        size = (max(1, round(stage.batch * moving_shapes.FRAMES / frames)),)  # as many frames in every step
+        size = (max(1, round(stage.batch * FRAMES / frames)),)  # as many frames in every step
 
         def loss() -> Tensor:
             chosen = table[torch.randint(len(table), size, device=stage.device)]
@@ -415,8 +416,7 @@ def encode_scenes(
     """Render clips of 81 frames -> latent means [N, z, f, h, w]."""
     batches = (scenes[i : i + 32] for i in range(0, len(scenes), 32))
     videos = (
-        moving_shapes.render_batch(list(batch), moving_shapes.FRAMES, moving_shapes.SIDE, device)
-        for batch in batches
+        moving_shapes.render_batch(list(batch), FRAMES, moving_shapes.SIDE, device) for batch in batches
     )
     return torch.cat([encode(vae, video.to(vae.dtype))[0] for video in videos])
 
@@ -435,7 +435,7 @@ def vae_quality(vae: AutoencoderKLWan, device: torch.device, clips: int) -> dict
     decibels = defaultdict[str, list[float]](list)
     for i in range(0, clips, 8):
         video = moving_shapes.render_batch(
-            scenes[i : i + 8], moving_shapes.FRAMES, moving_shapes.SIDE, device
+            scenes[i : i + 8], FRAMES, moving_shapes.SIDE, device
         )  # [N, 3, T, H, W] in -1..1
         decoded = decode(vae, encode(vae, video.to(vae.dtype))[0]).float().clamp(-1, 1)
         for name, chosen in frames.items():

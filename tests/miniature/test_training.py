@@ -12,7 +12,7 @@ from conftest import ROOT
 from helpers.forked import refused
 
 from experiments import train_mini
-from experiments.miniature import moving_shapes, training
+from experiments.miniature import training
 from experiments.miniature.training import (
     GUIDANCE,
     MODEL,
@@ -50,10 +50,9 @@ CAPTIONS = ["", "a red circle moving right over a dark blue background", "a squa
 @pytest.fixture(autouse=True)
 def small_models_and_short_clips_without_measurements(monkeypatch):
     """The VAE's PSNR and the teacher's paths take longer than these trainings."""
-    short = {"SHORT_CLIPS": (5,), "LONG_CLIPS": (9,), "vae_quality": lambda *_: {"psnr": 0.0}}
+    short = {"FRAMES": 9, "SHORT_CLIPS": (5,), "LONG_CLIPS": (9,), "vae_quality": lambda *_: {"psnr": 0.0}}
     short |= {"VAE": training.VAE | {"base_dim": 8, "decoder_base_dim": 8}}
     short |= {"MODEL": SMALL_MODEL, "TEACHER_STEPS": 4, "EVERY": 1}
-    monkeypatch.setattr(moving_shapes, "FRAMES", 9)
     for name, value in short.items():
         monkeypatch.setattr(training, name, value)
 
@@ -239,7 +238,7 @@ def test_an_adapted_model_is_the_merged_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "framewise"])
 def test_a_stage_writes_a_lora_that_loads(name, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(moving_shapes, "FRAMES", 45)  # 12 latent frames, more than the window
+    monkeypatch.setattr(training, "FRAMES", 45)  # 12 latent frames, more than the window
     monkeypatch.setattr(training, "MODEL", MODEL)
     for file in ("transformer", "text_encoder", "tokenizer", "self_forcing_mini.pt"):
         (tmp_path / file).symlink_to(MINI / file)
