@@ -73,7 +73,12 @@ def replay_with_cache(config: dict[str, Any], arrays: dict[str, Tensor]) -> tupl
         noise = noise[:, 1:]
     caches: list[KVCache] = []
     new_kv_cache = model.new_kv_cache
-    model.new_kv_cache = lambda *args: caches.append(new_kv_cache(*args)) or caches[-1]
+
+    def noted_cache(*args: Any, **kwargs: Any) -> KVCache:
+        caches.append(new_kv_cache(*args, **kwargs))
+        return caches[-1]
+
+    model.new_kv_cache = noted_cache
     latents = pipeline.inference(
         noise, prompt_embeds=embeds[:, 0], initial_latent=image, prompt_schedule=schedule
     )[1]
