@@ -543,7 +543,7 @@ def arguments_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 def _layout_of(video: diffusers_frames.VideoTokens, frames: Sequence[int]) -> KeyLayout:
     """Return the layout of the keys of self-attention: cached frames, then those of the queries.
 
-    Edits name the frames of a whole video by number, "first" or "past", not as the queries' own.
+    Edits name the frames of a whole video by number or "first", not as the queries' own.
     """
     keys = (*range(frames[0] - (video.past or 0), frames[0]), *frames)
     layout = KeyLayout.of_frames(keys, len(keys) * video.tokens)
@@ -582,6 +582,17 @@ def _check_watchers(
         for name, count in counts.items():
             check_indices(name, getattr(chosen, f"{name}s", None), count)
         frames, sites = getattr(chosen, "frames", None), getattr(chosen, "sites", ())
+        names: Sequence[object] = ()
+        if isinstance(frames, str):
+            names = [frames]
+        elif isinstance(frames, Sequence):
+            names = frames
+        of_blocks = [name for name in names if isinstance(name, str) and name != "first"]
+        if of_blocks and video.past is None:
+            raise errors.ConfigError(
+                f'frames="{of_blocks[0]}": this model makes all frames at once, without earlier blocks; '
+                'name frames by number or "first"'
+            )
         if is_whole and isinstance(frames, Sequence):
             check_indices("frame", [n for n in frames if isinstance(n, int)], video.frames)
         if getattr(chosen, "heads", None) is not None and sites and OF_HEADS_HERE.isdisjoint(sites):

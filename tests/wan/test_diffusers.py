@@ -361,6 +361,19 @@ def test_a_rollout_chunk_by_chunk_names_its_past():
     close(whole, torch.ones_like(whole).double(), 1e-5)
 
 
+@pytest.mark.parametrize("name", ["wan", "hunyuan", "ltx"])
+@pytest.mark.parametrize("frames", ["past", "own", "sink", ["first", "past"], "own:2"])
+def test_a_model_that_makes_all_frames_at_once_has_no_past(name, frames):
+    """In joint attention keys of text would remain, and the edit would remove the whole video in silence."""
+    model, given = made(name)
+    with (
+        pytest.raises(ConfigError, match="all frames at once"),
+        watching(model),
+        intervene(Knockout(frames=frames)),
+    ):
+        run(model, given)
+
+
 @pytest.mark.parametrize("name", ["wan", "hunyuan15", "skyreels"])
 def test_an_edited_call_is_a_softmax_in_float64(name, seen):
     """z of a head without frame 1 and with a bias on frame 0."""
