@@ -22,7 +22,6 @@ from experiments import caches, captured, memory
 from experiments.analysis.panels import table
 from experiments.caches.activations import Activations, save_activations
 from experiments.caches.files import Record, claimed
-from experiments.captured import tables
 from experiments.edits import source_of
 from experiments.extraction import cache_builders
 from experiments.pipeline_session import PipelineSession
@@ -206,7 +205,7 @@ class SiteGradients(Mapping[str, Activations]):
         if not self.recorder.found:
             raise errors.ConfigError("no gradient is there yet: generate, then call backward(lambda x0: ...)")
         chosen = {} if self.recorder.layers is None else {"layers": list(self.recorder.layers)}
-        return tables(self.recorder.found, chosen=chosen)
+        return captured.tables(self.recorder.found, chosen=chosen)
 
     def __getitem__(self, site: str) -> Activations:
         errors.require_known(site, self.recorder.sites, "no gradient at {}")

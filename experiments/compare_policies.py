@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import product
 
 from experiments.running import cli
-from experiments.running.cli import config_from, count, count_or_none, main, run_parser
 
 CONTROLS = ("frozen", "vae", "rendered")
 # --policies names the policies, and what is written lies in --output_dir, where videos that are done stay
@@ -20,7 +19,7 @@ WITHOUT_USE = ("output_path", "save_video", "overwrite", "cache_policy")
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, without=WITHOUT_USE)
+    parser = cli.run_parser(__doc__, without=WITHOUT_USE)
     flag = parser.add_argument
     flag(
         "--policies",
@@ -28,11 +27,11 @@ def run(argv=None):
         default=["family"],
         help="NAME,FIELD=VALUE,..., YAMLs, or family: published settings",
     )
-    flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
+    flag("--held_out", type=cli.count, help="so many held-out scenes of the miniature in place of --prompts")
     flag("--controls", nargs="*", choices=CONTROLS, help="beside held-out scenes; all where not given")
-    flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
-    flag("--judges", type=count_or_none, help="processes that measure; the cores beside a GPU, else none")
-    flag("--videos", type=count_or_none, default=2, help="prompts whose first seed is kept as an mp4")
+    flag("--batch", type=cli.count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
+    flag("--judges", type=cli.count_or_none, help="processes that measure; the cores beside a GPU, else none")
+    flag("--videos", type=cli.count_or_none, default=2, help="prompts whose first seed is kept as an mp4")
     flag("--capture", default="none", help="attention kept of every video: none, last:N blocks, band:D, all")
     flag("--vbench_dir", help="also write every video into DIR/POLICY as VBench-Long reads it")
     cli.add_sweep_flags(parser)
@@ -44,7 +43,7 @@ def run(argv=None):
     args.output_dir = args.output_dir or "outputs/policies"
     if args.controls is None:
         args.controls = list(CONTROLS)
-    config = replace(config_from(args), cache_policy=None, local_attn_size=-1, sink_size=0)
+    config = replace(cli.config_from(args), cache_policy=None, local_attn_size=-1, sink_size=0)
 
     from experiments.studies.policy_comparison import compare  # after the flags: a --help needs no torch
 
@@ -52,4 +51,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

@@ -15,11 +15,10 @@ from wan import diffusers_attention, diffusers_capture, sites
 from wan.diffusers_latents import Window, coefficients
 from wan.diffusers_passes import told_of
 from wan.errors import ConfigError
-from wan.sites import Watcher
 
 
 @dataclass(eq=False)
-class PipelineLens(Watcher):
+class PipelineLens(sites.Watcher):
     """Read x0 after chosen layers: a forward again, in which every layer returns what the chosen one did."""
 
     model: nn.Module

@@ -19,7 +19,6 @@ from experiments.progress import print_out
 from wan import capture, checkpoint, errors, sites
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.cache import read_switches
-from wan.checkpoint import CheckpointError, encoder_config
 from wan.config import ModelConfig, RunConfig
 from wan.files import read_json
 from wan.keys import RotaryTable
@@ -93,7 +92,7 @@ def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
             sizes = WIDE_SIZES
     else:
         files = [*(folder / "vae").iterdir()]
-        sizes = read_json(folder / "vae/config.json", CheckpointError)
+        sizes = read_json(folder / "vae/config.json", checkpoint.CheckpointError)
     width = sizes.get("decoder_base_dim") or sizes.get("base_dim") or 96
     pixels = config.height * config.width * config.pixels_per_latent**2
     frame = dtype.itemsize * width * pixels // (sizes.get("patch_size") or 1) ** 2
@@ -283,7 +282,7 @@ def needs_of_run(
     S, largest = model.tokens_per_frame(config.height, config.width), max(config.block_sizes)
     # 1. umT5, and the widest of its activations: a layer's logits with their bias, and their softmax
     if encodes and not config.prompt_embeds:
-        t5 = SimpleNamespace(**encoder_config(config.ckpt_dir))
+        t5 = SimpleNamespace(**checkpoint.encoder_config(config.ckpt_dir))
         attention = 4 * t5.d_model * t5.d_kv * t5.num_heads + t5.relative_attention_num_buckets * t5.num_heads
         layers = t5.num_layers * (attention + 3 * t5.d_model * t5.d_ff)
         encoding = {

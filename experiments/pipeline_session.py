@@ -28,14 +28,11 @@ from experiments import runs as rollouts
 from experiments.analysis import prompt_words
 from experiments.caches.files import Record
 from experiments.caches.formats import READ_BY
-from experiments.pipeline_calls import NotedLatents, PipelineCall, PipelineConfig
-from experiments.runs import AnySession, Run
 from wan import compiled, diffusers_capture, diffusers_latents, errors, sites
 from wan import identity as identities
 from wan.capture import CapturedCall, move_to_cpu
 from wan.diffusers_frames import family_of
 from wan.interventions import Edit, counted_edits
-from wan.sites import Watcher
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -54,7 +51,7 @@ class PipelineSizes:
 
 
 @dataclass(eq=False)
-class Forwards(Watcher):
+class Forwards(sites.Watcher):
     """Note the passes of a run's forwards, and the shape of their latents by frame."""
 
     sees: frozenset[str] | None = frozenset({"x_t"})
@@ -125,7 +122,7 @@ def session_of(x: Any) -> "PipelineSession":
     return session
 
 
-class PipelineSession(AnySession):
+class PipelineSession(rollouts.AnySession):
     """A pipeline of diffusers that makes runs, or a transformer alone, which has all but generate().
 
     >>> session = load(WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers"))
@@ -142,8 +139,10 @@ class PipelineSession(AnySession):
         self.pipe = pipe
         self.models: dict[str | None, nn.Module] = diffusers_capture.transformers_of(pipe)
         self.ids = self.models_watched = frozenset(map(id, self.models.values()))
-        self.config = PipelineConfig(model=pipeline_calls.name_of(pipe))
-        self.call: PipelineCall | None = None  # the one that runs, of a session that an edit rolls out by
+        self.config = pipeline_calls.PipelineConfig(model=pipeline_calls.name_of(pipe))
+        self.call: pipeline_calls.PipelineCall | None = (
+            None  # the one that runs, of a session that an edit rolls out by
+        )
         for model in self.models.values():
             diffusers_capture.prepare(model)
         if pipe not in _loaded:
@@ -173,7 +172,7 @@ class PipelineSession(AnySession):
         places = [diffusers_capture.place_among_gpus(model) for model in self.models.values()]
         return max(places, key=lambda place: place[1])
 
-    def watchers(self) -> Sequence[Watcher]:
+    def watchers(self) -> Sequence[sites.Watcher]:
         of_models = [watcher for model in self.ids for watcher in sites.watchers(model)]
         return list(dict.fromkeys(of_models))
 
@@ -206,7 +205,7 @@ class PipelineSession(AnySession):
             return runs[0]
         return runs
 
-    def make(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Run], Any]:
+    def make(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[rollouts.Run], Any]:
         """Call the pipeline under all who watch it in this context -> a run for each video, what it returned.
 
         A call that is stopped by an error leaves the runs of what it reached with who captures it.
@@ -217,7 +216,7 @@ class PipelineSession(AnySession):
         captures = self.captures()
         numbers_of = partial(self.numbers_of, planned)
         requests = [request for capture in captures for request in capture.requests_of(numbers_of)]
-        runs: list[Run] = []
+        runs: list[rollouts.Run] = []
         output = None
         with ExitStack() as stack:
             token = rollouts.ROLLING.set(True)
@@ -237,7 +236,7 @@ class PipelineSession(AnySession):
             for watcher in self.watchers():
                 watcher.begin()
             stack.enter_context(sites.counting())
-            noted = NotedLatents(self.pipe, planned.arguments)
+            noted = pipeline_calls.NotedLatents(self.pipe, planned.arguments)
             latents = stack.enter_context(noted.noted())
             # 3. The call itself; then what came of it.
             stopped = "before its end"
@@ -261,7 +260,7 @@ class PipelineSession(AnySession):
                 )
         return runs, output
 
-    def rollout(self, config: PipelineConfig) -> Tensor:
+    def rollout(self, config: pipeline_calls.PipelineConfig) -> Tensor:
         """Make the running call's video once more, with another prompt or seed, beside it -> its latents."""
         call = self.call
         assert call is not None, "a source is of a pipeline's call"
@@ -282,16 +281,16 @@ class PipelineSession(AnySession):
             vars(pipe.scheduler).pop("step", None)
         pipe.set_progress_bar_config(disable=True)
         arguments = {name: value for name, value in arguments.items() if name in call.arguments}
-        with sites.counting(), NotedLatents(pipe, arguments).noted() as latents:
+        with sites.counting(), pipeline_calls.NotedLatents(pipe, arguments).noted() as latents:
             output = original_call(pipe)(pipe, **arguments)
         return latents.of(output)
 
     # --- What a call is, and what came of it
-    def plan(self, args: Sequence[object], kwargs: Mapping[str, object]) -> PipelineCall:
+    def plan(self, args: Sequence[object], kwargs: Mapping[str, object]) -> pipeline_calls.PipelineCall:
         """Return the videos that a call will make, with prompt and seed of each."""
         return pipeline_calls.planned_call(self.pipe, self.config, args, kwargs, self.device)
 
-    def runs_of(self, call: PipelineCall, record: "CallRecord") -> list[Run]:
+    def runs_of(self, call: pipeline_calls.PipelineCall, record: "CallRecord") -> list[rollouts.Run]:
         """Make a run for each video of a call; none where it was stopped before anything was seen."""
         if record.stopped and not record.passes and not record.records:
             return []
@@ -321,7 +320,7 @@ class PipelineSession(AnySession):
                 common |= {"partial": True, "notes": ["partial: the call was stopped before its end"]}
             common["fingerprint"] = provenance.with_result(common["fingerprint"], item_latents)
             runs.append(
-                Run(
+                rollouts.Run(
                     config=config,  # type: ignore[arg-type]
                     num_layers=layers,
                     records=calls,
@@ -337,7 +336,9 @@ class PipelineSession(AnySession):
             )
         return runs
 
-    def common(self, config: PipelineConfig, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
+    def common(
+        self, config: pipeline_calls.PipelineConfig, edits: Sequence[Any] = (), **more: Any
+    ) -> dict[str, Any]:
         """Return the fields that caches of the running call's video share."""
         call = self.call or pipeline_calls.no_call(config)
         return self.facts(call, config, 0, edits, identities.live_weights(self.models), ())
@@ -355,7 +356,7 @@ class PipelineSession(AnySession):
             return "self"
         return None
 
-    def numbers_of(self, call: PipelineCall, words: Sequence[str]) -> prompt_words.Numbers:
+    def numbers_of(self, call: pipeline_calls.PipelineCall, words: Sequence[str]) -> prompt_words.Numbers:
         """Return the numbers of the words' tokens in each video's prompt, which the call will encode.
 
         ConfigError for words that do not stand in a prompt, and for embeddings whose prompt nobody saw.
@@ -378,7 +379,7 @@ class PipelineSession(AnySession):
 
         return prompt_words.LateNumbers(len(call.configs), find)
 
-    def facts_of(self, configs: Sequence[PipelineConfig], *sizes: int) -> list[dict[str, Any]]:
+    def facts_of(self, configs: Sequence[pipeline_calls.PipelineConfig], *sizes: int) -> list[dict[str, Any]]:
         count, frames = sizes
         call = self.call or pipeline_calls.no_call(self.config)
         live, edits = identities.live_weights(self.models), self.active_edits()
@@ -390,8 +391,8 @@ class PipelineSession(AnySession):
 
     def facts(
         self,
-        call: PipelineCall,
-        config: PipelineConfig,
+        call: pipeline_calls.PipelineCall,
+        config: pipeline_calls.PipelineConfig,
         item: int,
         edits: Sequence[Any],
         live: identities.LiveWeights,
@@ -468,10 +469,10 @@ class PipelineSession(AnySession):
 
     def identity(
         self,
-        config: PipelineConfig,
+        config: pipeline_calls.PipelineConfig,
         edits: Sequence[Any] | None = None,
         live: identities.LiveWeights | None = None,
-        call: PipelineCall | None = None,
+        call: pipeline_calls.PipelineCall | None = None,
         item: int = 0,
         **more: Any,
     ) -> dict[str, Any]:
@@ -512,7 +513,7 @@ class PipelineSession(AnySession):
     def beside_calls(self, capture: Any) -> Iterator[None]:
         """Make a run, when the context ends, of forwards that no call of the pipeline makes."""
         models = OutsideCalls(self)
-        planned, runs = pipeline_calls.no_call(replace(self.config, prompt=None)), list[Run]()
+        planned, runs = pipeline_calls.no_call(replace(self.config, prompt=None)), list[rollouts.Run]()
         with ExitStack() as stack:
             touched = stack.enter_context(counted_edits())
             stack.enter_context(capture.recording(self, planned.configs, runs, models))

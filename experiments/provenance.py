@@ -38,8 +38,6 @@ from experiments.caches.files import (
 from experiments.caches.frames import one_thread
 from experiments.caches.outputs import facts_of_model
 from wan import backends, checkpoint, errors, lora
-from wan.backends import kernel_name
-from wan.checkpoint import encoder_files
 from wan.config import DType, ModelConfig, RunConfig
 from wan.config import device_name as device_setting
 from wan.identity import NUMBERS, UNNAMED, identity_of_class
@@ -258,7 +256,7 @@ def provenance(
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
     }
-    kernel = kernel_name(device, dtype)
+    kernel = backends.kernel_name(device, dtype)
     if kernel:
         facts["attention"] = kernel
     return facts
@@ -296,7 +294,7 @@ def model_files(config: RunConfig, weights_file: Path) -> list[checkpoint.FileRe
     if config.prompt_embeds:
         named.append(config.prompt_embeds)
     else:
-        named += encoder_files(config.ckpt_dir)
+        named += checkpoint.encoder_files(config.ckpt_dir)
     return checkpoint.describe_files([weights_file, *named])
 
 

@@ -10,7 +10,6 @@ same command goes on where it stopped. docs/interventions.md explains the number
 
 from experiments.caches.files import located
 from experiments.running import cli
-from experiments.running.cli import config_from, count, main, run_parser
 from wan.errors import ConfigError
 
 # An atlas covers every pass, keeps the pieces that are done, and makes the edits of --edit
@@ -18,7 +17,7 @@ WITHOUT_USE = ("output_path", "step", "save_video", "overwrite", "interventions"
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, without=WITHOUT_USE)
+    parser = cli.run_parser(__doc__, without=WITHOUT_USE)
     flag = parser.add_argument
     flag(
         "--each",
@@ -27,12 +26,12 @@ def run(argv=None):
         help="what is edited in turn; site: attn_out, cross_out, mlp_out",
     )
     flag("--edit", type=located, metavar="FILE", help="a YAML of one edit, without the layer and head")
-    flag("--batch", type=count, default=8, help="runs that are made together")
+    flag("--batch", type=cli.count, default=8, help="runs that are made together")
     cli.add_sweep_flags(parser)
     cli.add_worker_flags(parser)
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "cache/causal_atlas"
-    config = config_from(args)
+    config = cli.config_from(args)
     if config.interventions:
         raise ConfigError("a causal atlas makes its own edits: take a config without interventions")
 
@@ -42,4 +41,4 @@ def run(argv=None):
 
 
 if __name__ == "__main__":
-    main(run)
+    cli.main(run)

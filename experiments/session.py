@@ -49,7 +49,6 @@ from experiments.provenance import (
     weights_hash,
     with_result,
 )
-from experiments.runs import AnySession, Run, require_no_run
 from wan import cache, capture, checkpoint, errors, interventions, kernels, sites
 from wan.blocks import block_ranges
 from wan.config import MODELS, ModelConfig, ModelSettings, RunConfig, latent_sides
@@ -146,7 +145,7 @@ class Batch:
         return len(self.configs)
 
 
-class Session(AnySession):
+class Session(rollouts.AnySession):
     """A model and its settings; it makes any number of videos.
 
     The first video loads the model; so do prepare() and the attribute `model`. A pickled session loads the
@@ -325,7 +324,7 @@ class Session(AnySession):
             >>> runs = session.generate(["a red circle", "a blue square"], seeds=[1, 2])
         """
         # 1. A config for each video.
-        require_no_run()
+        rollouts.require_no_run()
         base = config or self.config
         if config is not None:
             policy_of(config)  # refuses other blocks or prompts than its policy knows
@@ -345,7 +344,7 @@ class Session(AnySession):
         if captures is not None:
             requests = captures.requests_of(partial(self.numbers_of, configs))
 
-        def make(watching: AbstractContextManager[None]) -> list[Run]:
+        def make(watching: AbstractContextManager[None]) -> list[rollouts.Run]:
             token = rollouts.ROLLING.set(True)
             try:
                 batch = Batch(
@@ -383,7 +382,7 @@ class Session(AnySession):
             numbers.append(prompt_words.tokens_of_words(tokens, words, config.prompt))
         return tuple(numbers)
 
-    def _roll_out(self, batch: Batch) -> list[Run]:
+    def _roll_out(self, batch: Batch) -> list[rollouts.Run]:
         """Roll out a batch of videos that differ in prompt and seed; captures see them after all edits.
 
         Fewer frames come back where the observer asked to stop. Raises RunError for numbers that cannot be
@@ -496,7 +495,7 @@ class Session(AnySession):
             rollouts.note_calls(common, edits, touched)
             common["fingerprint"] = with_result(common["fingerprint"], video_latents)
             runs.append(
-                Run(
+                rollouts.Run(
                     config=own_config,
                     num_layers=sizes.num_layers,
                     records=calls,
@@ -512,7 +511,7 @@ class Session(AnySession):
 
     def rollout(self, config: RunConfig, shake: float = 0.0, **kwargs: Any) -> Tensor:
         """Generate latents [1, F, C, h, w] without an observer; shake sizes noise on the first noise."""
-        require_no_run()
+        rollouts.require_no_run()
         self.require_loaded(config)
         noise, renoise = draw_noise(config, self.model_config, self.dtype, self.device)
         # The same everywhere: what tiny noise changes is the floor that effects are compared with

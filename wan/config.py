@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from wan import blocks, errors, files
-from wan.blocks import block_sizes
 
 CARDS = {  # GPU -> multiprocessors, and threads of each: they decide which value torch.randn draws where
     "A100": (108, 2048),
@@ -378,7 +377,7 @@ class RunConfig(ModelSettings, RolloutSettings):
 
     @property
     def block_sizes(self) -> list[int]:
-        return block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
+        return blocks.block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
 
     @property
     def num_passes(self) -> int:

@@ -426,6 +426,8 @@ def compare_queries(
     if num_rows < stop:
         raise _permuted(site, caller.module)
     sampled = slice(bisect_left(rows, start), bisect_left(rows, stop))
+    if sampled.start == sampled.stop:  # no row of the video: nothing is known
+        return
     seen = q[:, start:stop]
     if index is not None:
         seen = q[:, index[sampled]]
@@ -438,22 +440,21 @@ def compare_queries(
 
 def read_comparisons(forward: Forward) -> None:
     """Note which calls have their queries in order. ConfigError where tokens were permuted."""
-    # 1. Calls of one shape are compared at once, and a GPU answers once.
-    alike: dict[tuple[torch.Size, torch.dtype], list[Comparison]] = {}
+    # 1. Calls of one shape and device are compared at once, so that a GPU answers once.
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[Comparison]] = {}
     for comparison in forward.compared:
-        alike.setdefault((comparison.sent.shape, comparison.dtype), []).append(comparison)
-    answers = [projection.answer[None] for projection in forward.projected]
-    compared: list[Comparison | Projection] = [*forward.projected]
-    for (_, dtype), calls in alike.items():
+        kind = comparison.sent.shape, comparison.dtype, comparison.sent.device
+        alike.setdefault(kind, []).append(comparison)
+    compared: list[Comparison | Projection] = list(forward.projected)
+    answers: list[list[bool]] = [projection.answer.tolist() for projection in forward.projected]
+    for (_, dtype, _), calls in alike.items():
         normed, sent = (torch.stack([getattr(call, name) for call in calls]) for name in ("normed", "sent"))
-        answers.append(diffusers_frames.compare_norms(normed, sent, dtype))
         compared += calls
+        answers += diffusers_frames.compare_norms(normed, sent, dtype).tolist()
     forward.compared, forward.projected = [], []
-    if not compared:
-        return
     # 2. What each of them says. Image tokens may have queries of their own, which another norm made.
     in_order = forward.check.in_order
-    for item, (is_in_order, is_changed) in zip(compared, torch.cat(answers).tolist(), strict=True):
+    for item, (is_in_order, is_changed) in zip(compared, answers, strict=True):
         if not is_in_order and not is_changed and item.site.kind != "cross_image":
             raise _permuted(item.site, item.module)
         if isinstance(item, Comparison) or not is_in_order:

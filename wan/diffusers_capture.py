@@ -658,7 +658,7 @@ def _stand_still(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _first_queries(
     watched: Watched, args: Sequence[Any], kwargs: Mapping[str, Any], x: Tensor
 ) -> attention.Reached:
-    """Return the queries of the first self-attention over video, of a forward whose hidden_states are x.
+    """Return queries of the first self-attention over video, 8 channels a head, where hidden_states are x.
 
     The forward is the class's own and ends there. Offloaded parts are loaded by their hooks, and released by
     the forward that follows; caches of diffusers see nothing. Random numbers are those of before.

@@ -21,7 +21,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from wan import errors, files, names
-from wan.errors import CheckpointError
 
 # --- Names in files
 CONTAINERS = ("generator_lora", "lora", "state_dict", "model")
@@ -215,10 +214,10 @@ def lora_files(path: str | Path) -> list[Path]:
         of_peft = [file for file in weights if file.name in PEFT_FILES] or weights
         if len(of_peft) != 1:
             problem = f"{path} holds {len(of_peft)} files of weights"
-            raise CheckpointError(f"{problem}; {GIVE_ONE}")
+            raise errors.CheckpointError(f"{problem}; {GIVE_ONE}")
         path = of_peft[0]
     if not path.exists():
-        raise CheckpointError(f"the LoRA {path} not found; {GIVE_ONE}")
+        raise errors.CheckpointError(f"the LoRA {path} not found; {GIVE_ONE}")
     settings = folder / "adapter_config.json"
     if settings.is_file() and (path.name in PEFT_FILES or len(weights) == 1):
         return [path, settings]
@@ -230,23 +229,25 @@ def adapter_settings(weights: Path, beside: Sequence[Path]) -> AdapterSettings |
     sources: dict[str, AdapterSettings] = {}
     # 1. diffusers packs PEFT's settings as JSON into the header, with the name of the model before each
     if weights.suffix != ".json" and files.is_safetensors(weights):  # no index of shards
-        with errors.library_reads(weights, CheckpointError, "get it again"):
+        with errors.library_reads(weights, errors.CheckpointError, "get it again"):
             with safe_open(weights, "pt") as file:
                 header = file.metadata() or {}
             content = dict(json.loads(header.get("lora_adapter_metadata", "{}")))
         of_model = {name.removeprefix("transformer."): value for name, value in content.items()}
-        with errors.in_context(f"{weights}: lora_adapter_metadata in its header", CheckpointError):
+        with errors.in_context(f"{weights}: lora_adapter_metadata in its header", errors.CheckpointError):
             settings = AdapterSettings.of(of_model)
         if settings != AdapterSettings():
             sources["its header"] = settings
     # 2. PEFT's own file
     for path in beside:
-        content = files.read_json(path, CheckpointError)
-        with errors.in_context(path, CheckpointError):
+        content = files.read_json(path, errors.CheckpointError)
+        with errors.in_context(path, errors.CheckpointError):
             sources[path.name] = AdapterSettings.of(content)
     different = [settings for settings in sources.values() if settings != next(iter(sources.values()))]
     if different:
-        raise CheckpointError(f"{weights}: its header and adapter_config.json differ; remove the wrong one")
+        raise errors.CheckpointError(
+            f"{weights}: its header and adapter_config.json differ; remove the wrong one"
+        )
     return next(iter(sources.values()), None)
 
 
@@ -371,7 +372,7 @@ def read_lora(
         tensors = [name for name, value in state.items() if isinstance(value, Tensor) and value.ndim]
         if tensors:
             problem = f"{path} holds {tensors[0]} beside {containers[0]}"
-            raise CheckpointError(f"{problem}: which of them is the LoRA? Give a file of it alone")
+            raise errors.CheckpointError(f"{problem}: which of them is the LoRA? Give a file of it alone")
         state = state[containers[0]]
         containers = [name for name in CONTAINERS if isinstance(state.get(name), dict)]
     return lora_of(path, state, rank=rank, alpha=alpha, strength=strength, settings=settings)
@@ -435,7 +436,7 @@ def lora_of(
         own_ranks = " and ".join(map(str, sorted(ranks))) or "none"
         problems.append(f"has rank {own_ranks}, and lora_rank is {rank}; leave lora_rank out")
     if problems:
-        raise CheckpointError(f"{path} {problems[0]}")
+        raise errors.CheckpointError(f"{path} {problems[0]}")
 
     # 3. The alpha of each pair: whatever says one, says the same; else it is the rank.
     own_alphas = {key.stem: number for key, number in alphas}
@@ -482,7 +483,7 @@ def lora_of(
             shapes = f"{shapes_of[term.parameter]} and by {term.shape}"
             problems.append(f"changes {term.parameter} by {shapes}; get it again")
     if problems:
-        raise CheckpointError(f"{path} {problems[0]}")
+        raise errors.CheckpointError(f"{path} {problems[0]}")
     adapters = sorted({keys[pair].adapter for pair in products})
     if len(adapters) == 1:
         adapters = []
@@ -535,7 +536,7 @@ def merge_lora(state: Mapping[str, Tensor], lora: LoRA, source: str | Path) -> d
         elif not math.isfinite(square):
             problem, remedy = f"changes {layer} by numbers that are not finite", "get it again"
         if problem:
-            raise CheckpointError(f"{lora.file} {problem}; {remedy}")
+            raise errors.CheckpointError(f"{lora.file} {problem}; {remedy}")
         weight = state[name].float()
         change = change.reshape(weight.shape)
         merged[name] = weight + change
@@ -543,7 +544,7 @@ def merge_lora(state: Mapping[str, Tensor], lora: LoRA, source: str | Path) -> d
         noise += float(weight.square().mean()) * square
     # A LoRA that is in W already makes W·D / D·D about 1; one that is not, about 0.
     if size > 0 and along / size > 0.5 and noise**0.5 / size < 0.1:
-        raise CheckpointError(f"{source} holds {lora.file} already; leave it out")
+        raise errors.CheckpointError(f"{source} holds {lora.file} already; leave it out")
     if size == 0 and lora.strength != 0:
         warnings.warn(f"{lora.file} changes nothing: all its changes are 0", stacklevel=2)
     return merged

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.analysis import first_frame, stats
-from experiments.analysis.first_frame import equal_distance_excess, first_frame_effect, matrices
 from experiments.analysis.panels import ALL_QUERIES, HeadMap, HeadPanel, rows_of
 from experiments.caches import files
 from experiments.caches.formats import as_cache
@@ -175,7 +174,7 @@ def effect_of(
 ) -> first_frame.FirstFrameEffect:
     """Fit the first-frame effect to the matrices of a view, on a scale such as np.log."""
     with np.errstate(divide="ignore"):
-        return first_frame_effect(scale(matrices(view)), view.block_sizes)
+        return first_frame.first_frame_effect(scale(first_frame.matrices(view)), view.block_sizes)
 
 
 LOGIT, ROW = "mean_logit", Measure
@@ -188,7 +187,7 @@ MEASURES = (
         lambda view: first_minus_context(view.profiles(), view.context_frames)),
     ROW("equal_distance_excess", "excess at equal distance", "logits", "diverging", LOGIT, "matrices",
         "mean logit of frame 0 less that of other frames as far from their queries",
-        lambda view: equal_distance_excess(matrices(view), view.block_sizes)),
+        lambda view: first_frame.equal_distance_excess(first_frame.matrices(view), view.block_sizes)),
     ROW("first_frame_effect", "first-frame effect s", "logits", "diverging", LOGIT, "matrices",
         "how much higher the mean logits of frame 0 are than query frame and distance explain",
         lambda view: effect_of(view).effect),

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from experiments.analysis.stats import psnr
 from experiments.benchmarks import rows
-from experiments.benchmarks.rows import Row, seconds_of
 from experiments.provenance import choose_device
 from experiments.running.cli import main
 from wan.cache import CachePolicy
@@ -42,7 +41,7 @@ def run(argv=None):
 
 
 # --- Rollouts
-def rollouts(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
+def rollouts(args: argparse.Namespace, config: RunConfig) -> Iterator[list[rows.Row]]:
     """Yield the public rollout and ours, with the latents' error to ours in float32."""
     rollout = rows.Rollout(args, config)
     # 1. Our latents in float32, of the same weights and inputs exactly
@@ -145,7 +144,7 @@ class PublicCode:
 
 
 # --- The decoder alone
-def decoder(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
+def decoder(args: argparse.Namespace, config: RunConfig) -> Iterator[list[rows.Row]]:
     """Yield diffusers' decoder and ours, whole and in blocks, with dB to diffusers' in float32, no TF32."""
     device, channels = choose_device(config.device), rows.sizes_of(config).in_dim
     vae = rows.vae_of(config, args.random_weights, device)
@@ -164,11 +163,11 @@ def decoder(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         exact = by_diffusers(vae).cpu().numpy()  # [1, frames, 3, H, W]
 
-    def row(name: str, call: Callable[[], Tensor]) -> Row:
+    def row(name: str, call: Callable[[], Tensor]) -> rows.Row:
         def facts() -> dict[str, float]:
             return {"psnr": round(psnr(call().float().cpu().numpy(), exact).item(), 2)}
 
-        return Row(name, "latents to pictures", partial(seconds_of, call), facts)
+        return rows.Row(name, "latents to pictures", partial(rows.seconds_of, call), facts)
 
     yield [
         row("diffusers, float32", partial(by_diffusers, vae)),
@@ -179,7 +178,7 @@ def decoder(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
 
 
 # --- Maps of a pipeline
-def maps(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
+def maps(args: argparse.Namespace, config: RunConfig) -> Iterator[list[rows.Row]]:
     """Yield WanPipeline, plain and while attention-map-diffusers keeps a layer's self-attention."""
     sampler = rows.RandomPipeline(args, config)
 

@@ -30,7 +30,6 @@ from experiments.caches.files import (
 )
 from experiments.extraction.video import LiveVideo
 from experiments.memory import amount, out_of_memory
-from experiments.provenance import fingerprint
 from experiments.runs import capturing
 from experiments.session import Session, check_numbers, load
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
@@ -202,7 +201,7 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
         with LiveVideo(config, place.path, args.vae_dtype, args.preview, growing=place.path) as video:
             video.ready()
             session = load(config).prepare(observer=watch, replays=True, decodes=True)
-            run = fingerprint(session.identity(config))
+            run = provenance.fingerprint(session.identity(config))
             video.comment = f"{run} unfinished"
             latents = LatentBlocks(place.latents, run, config.block_sizes, frame_shape, session.dtype)
             # 4. The video

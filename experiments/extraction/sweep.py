@@ -25,7 +25,6 @@ import torch
 from tqdm import tqdm
 
 from experiments.caches import files
-from experiments.caches.files import finished
 from experiments.progress import Progress
 from wan import errors
 from wan.files import read_yaml
@@ -48,7 +47,7 @@ class Results:
 
     def read(self, name: str) -> dict[str, Any] | None:
         """Return the numbers of an item; None where they are missing or damaged."""
-        return finished(self.path(name), name)
+        return files.finished(self.path(name), name)
 
     def write(self, name: str, numbers: Mapping[str, Any]) -> None:
         files.save_report({**numbers, "fingerprint": name}, self.path(name))

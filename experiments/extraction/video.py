@@ -18,7 +18,6 @@ from torch import Tensor
 from experiments import provenance
 from experiments.caches import mp4, outputs
 from experiments.caches.files import require_writable
-from experiments.caches.mp4 import SHORTEST_SIDE, VideoWriter, require_ffmpeg, write_mp4
 from wan import errors
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import CheckpointError, read_model_config
@@ -57,7 +56,7 @@ def load_vae(config: RunConfig, dtype: str = "float32", preview: str | None = No
 
 def check_video(config: RunConfig) -> None:
     """Raise CheckpointError for a VAE that cannot decode, CacheError where no mp4 can be written."""
-    require_ffmpeg()
+    mp4.require_ffmpeg()
     load_vae(config)
 
 
@@ -137,7 +136,7 @@ def save_video(
     The mp4 carries the fingerprint of its run, and of the decoder.
     """
     require_writable(path)  # before the decoding
-    write_mp4(
+    mp4.write_mp4(
         decode(latents, vae).numpy(),
         path,
         tag=tag_of(fingerprint, config, vae),
@@ -176,7 +175,7 @@ class LiveVideo:
         growing is the file that plays meanwhile: PATH.growing.mp4, which is removed, or the path itself,
         which keeps the finished blocks of a run that ends early.
         """
-        require_ffmpeg()
+        mp4.require_ffmpeg()
         if not preview:
             # Here, not in the decoder's thread: Ctrl-C in the middle of an import there left its lock held
             diffusers_vae()
@@ -195,7 +194,7 @@ class LiveVideo:
         self.frames = 0  # latent frames that came
         self.jobs: deque[Future[None]] = deque()
         self.is_beside = True  # until the rollout is over
-        self.file: VideoWriter | None = None  # and its decoder, once a block came
+        self.file: mp4.VideoWriter | None = None  # and its decoder, once a block came
         self.decoder: BlockDecoder | None = None
 
     def __enter__(self) -> "LiveVideo":
@@ -238,12 +237,12 @@ class LiveVideo:
     def begin(self) -> None:
         """Begin an mp4 without frames."""
         self.decoder = BlockDecoder(self.vae)
-        self.file = VideoWriter(
+        self.file = mp4.VideoWriter(
             self.path,
             growing=self.growing,
             comment=self.comment,
             about=self.vae.made_by,
-            shortest=SHORTEST_SIDE,
+            shortest=mp4.SHORTEST_SIDE,
             fps=self.config.fps,
         )
 

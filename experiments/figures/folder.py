@@ -10,10 +10,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+import experiments.figures.style as st
 from experiments.caches import outputs
 from experiments.caches.files import replacing
 from experiments.caches.formats import FORMATS
-from experiments.figures import style
 
 HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
 CELL_WIDTH, GAP, LABEL, TITLE = 480.0, 16.0, 22.0, 38.0  # points, of a contact sheet
@@ -30,7 +30,7 @@ def about(view: Any, cache_path: str | Path, notebook="", **parameters: Any) -> 
         mark = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
     metadata = {
         "Title": f"{view.model}, {view.pass_label}",
-        "Description": style.plain(view.source),
+        "Description": st.plain(view.source),
         "Source": f"{path.name}, {mark}, format {view.kind} of experiments/{FORMATS[view.kind].script}",
     }
     if notebook:
@@ -58,7 +58,7 @@ class FigureFolder:
         overwrite: bool = False,
     ):
         # Drawing functions know no folder: the width is a setting of the style
-        style.use_size(width, height)
+        st.use_size(width, height)
         self.folder, self.metadata, self.pdf = Path(folder), dict(metadata), pdf
         self.overwrite = overwrite
         self.paths: list[Path] = []
@@ -69,7 +69,7 @@ class FigureFolder:
         if self.pdf:
             paths.append(paths[0].with_suffix(".pdf"))
         for path in paths:
-            self.paths.append(style.save_figure(figure, path, self.metadata, self.overwrite))
+            self.paths.append(st.save_figure(figure, path, self.metadata, self.overwrite))
         return figure
 
     def __str__(self) -> str:
@@ -101,13 +101,13 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
         f'width="{w:.1f}pt" height="{h:.1f}pt" viewBox="0 0 {w:.1f} {h:.1f}">',
         f"<!-- Creator: {outputs.MARK}, {outputs.NO_CHECKSUM} -->",
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{GAP}" y="25" font-size="17" {FONT}>{escape(style.plain(title))}</text>',
+        f'<text x="{GAP}" y="25" font-size="17" {FONT}>{escape(st.plain(title))}</text>',
     ]
     # 3. A label and a nested SVG for each
     for i, (label, (w, h, body)) in enumerate(bodies.items()):
         x, y = GAP + i % columns * (CELL_WIDTH + GAP), TITLE + i // columns * (height + LABEL + GAP)
         bold = f'font-size="14" font-weight="bold" {FONT}'
-        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" {bold}>{escape(style.plain(label))}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" {bold}>{escape(st.plain(label))}</text>')
         size = f'width="{CELL_WIDTH}" height="{CELL_WIDTH * h / w:.1f}" viewBox="0 0 {w:g} {h:g}"'
         parts.append(f'<svg x="{x:.1f}" y="{y + LABEL:.1f}" {size}>{body}</svg>')
     outputs.require_redrawable(path)

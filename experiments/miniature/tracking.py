@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import experiments.miniature.moving_shapes as made
-from experiments.miniature import moving_shapes
+import experiments.miniature.moving_shapes as moving_shapes
 from wan.errors import ConfigError
 
 DIFFERS = 0.25  # RGB distance from the background at which a pixel belongs to something
@@ -43,7 +42,7 @@ class Track:
         colors = self.color[frames][self.seen[frames]]
         if not len(colors):
             return None
-        return nearest(colors.median(0).values, made.COLORS)
+        return nearest(colors.median(0).values, moving_shapes.COLORS)
 
     def shape_name(self, frames: slice | Tensor = slice(None)) -> str | None:
         """Return the outline that fits best over these frames, at the shape's place and area: soft IoU.
@@ -55,7 +54,7 @@ class Track:
             return None
         alpha, centre, area = (x[frames][shown] for x in (self.alpha, self.centre, self.area))
         likeness = []
-        for number in range(len(made.SHAPES)):
+        for number in range(len(moving_shapes.SHAPES)):
             unit_area, drop = outline_size(number)
             # A template [F, H, W] of the same area and centre of mass
             radius = (area / unit_area).sqrt()
@@ -63,13 +62,13 @@ class Track:
             template = moving_shapes.coverage(place, radius, number, alpha.shape[-1])
             union = torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
             likeness.append((torch.minimum(alpha, template).sum((1, 2)) / union).mean())
-        return made.SHAPES[int(torch.stack(likeness).argmax())]
+        return moving_shapes.SHAPES[int(torch.stack(likeness).argmax())]
 
     @property
     def direction(self) -> str | None:
         """Return the nearest direction of its path before anything bounces; None where it does not move."""
         seconds = torch.arange(len(self.area)) / moving_shapes.FPS
-        early = self.seen & (seconds <= made.STRAIGHT)
+        early = self.seen & (seconds <= moving_shapes.STRAIGHT)
         if early.sum() < 4:
             return None
         # The slope of a straight line through its places, by least squares
@@ -77,8 +76,8 @@ class Track:
         velocity = (t[:, None] * self.centre[early]).sum(0) / t.square().sum()
         if velocity.norm() < SLOWEST:
             return None
-        ways = F.normalize(torch.tensor([*made.DIRECTIONS.values()], dtype=torch.float32))
-        return [*made.DIRECTIONS][int((ways @ velocity).argmax())]
+        ways = F.normalize(torch.tensor([*moving_shapes.DIRECTIONS.values()], dtype=torch.float32))
+        return [*moving_shapes.DIRECTIONS][int((ways @ velocity).argmax())]
 
 
 def nearest(rgb: Tensor, names: Mapping[str, tuple[float, ...]]) -> str:
@@ -91,11 +90,11 @@ def in_sight(scene: moving_shapes.Scene, size: int) -> Tensor:
     x, y = axis.expand(size, size), axis[:, None].expand(size, size)
     sight = torch.ones(size, size, dtype=torch.bool)
     if scene.wall:
-        dx, dy = made.DIRECTIONS[scene.movers[0].direction]
-        sight &= (x - 0.5) * dx + (y - 0.5) * dy < 0.5 - made.WALL - 1 / size
+        dx, dy = moving_shapes.DIRECTIONS[scene.movers[0].direction]
+        sight &= (x - 0.5) * dx + (y - 0.5) * dy < 0.5 - moving_shapes.WALL - 1 / size
     if scene.landmark:
-        cx, cy = made.CORNERS[scene.landmark.corner]
-        sight &= torch.hypot(x - cx, y - cy) > made.LANDMARK_RADIUS + 2 / size
+        cx, cy = moving_shapes.CORNERS[scene.landmark.corner]
+        sight &= torch.hypot(x - cx, y - cy) > moving_shapes.LANDMARK_RADIUS + 2 / size
     return sight
 
 
@@ -127,7 +126,7 @@ def track_colors(video: Tensor, names: list[str]) -> list[Track]:
     """Track a shape of each colour: a pixel belongs to the nearest of them and the background."""
     everywhere = torch.ones(video.shape[2:], dtype=torch.bool)
     palette = torch.stack(
-        [background(video, everywhere), *(torch.tensor(made.COLORS[name]) for name in names)]
+        [background(video, everywhere), *(torch.tensor(moving_shapes.COLORS[name]) for name in names)]
     )
     owner = (video[:, None] - palette[:, :, None, None]).norm(dim=2).argmin(1)  # [F, H, W]
     owned = (owner == i for i in range(1, len(palette)))
@@ -182,7 +181,7 @@ def judge(video: Tensor, scene: moving_shapes.Scene) -> dict[str, bool]:
     if scene.wall:
         before = slice(moving_shapes.FPS)
     result = {
-        "background": nearest(ground, made.BACKGROUNDS) == scene.background,
+        "background": nearest(ground, moving_shapes.BACKGROUNDS) == scene.background,
         "shape": shape.shape_name(before) == mover.shape,
         "direction": shape.direction == mover.direction,
     }
@@ -191,9 +190,11 @@ def judge(video: Tensor, scene: moving_shapes.Scene) -> dict[str, bool]:
     # 3. What else the caption names
     mark = scene.landmark
     if mark is not None:
-        x, y = made.CORNERS[mark.corner]
+        x, y = moving_shapes.CORNERS[mark.corner]
         spot = video[:, :, int(y * video.shape[-1]), int(x * video.shape[-1])]  # [F, 3]
-        result["landmark"] = nearest(spot.median(0).values, made.COLORS | made.BACKGROUNDS) == mark.color
+        result["landmark"] = (
+            nearest(spot.median(0).values, moving_shapes.COLORS | moving_shapes.BACKGROUNDS) == mark.color
+        )
     if scene.wall:
         result |= _judge_return(shape)
     return result
@@ -226,7 +227,7 @@ def _judge_crossing(video: Tensor, scene: moving_shapes.Scene) -> dict[str, bool
     apart = gap > 0.8 * (tracks[0].area.sqrt() + tracks[1].area.sqrt())
     both = list(zip(tracks, scene.movers, strict=True))
     return {
-        "background": nearest(background(video, everywhere), made.BACKGROUNDS) == scene.background,
+        "background": nearest(background(video, everywhere), moving_shapes.BACKGROUNDS) == scene.background,
         "color": all(shape.seen.float().mean() > 0.6 for shape in tracks),
         "shape": all(shape.shape_name(apart) == mover.shape for shape, mover in both),
         "direction": all(shape.direction == mover.direction for shape, mover in both),
@@ -279,7 +280,7 @@ def judge_seconds(video: Tensor, scene: moving_shapes.Scene) -> Seconds:
                 visible,
                 visible and all(t.color_name(frames) == color for t, frames, _, color in shown),
                 visible and all(t.shape_name(frames) == mover.shape for t, frames, mover, _ in shown),
-                nearest(background(second, sight), made.BACKGROUNDS) == scene.background,
+                nearest(background(second, sight), moving_shapes.BACKGROUNDS) == scene.background,
             )
         )
     return Seconds(*torch.tensor(answers, dtype=torch.bool).T)

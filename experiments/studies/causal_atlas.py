@@ -24,7 +24,6 @@ from experiments.caches import files
 from experiments.caches.store import save_cache
 from experiments.edits import MeanRuns, reference_means
 from experiments.extraction import cache_builders, sweep
-from experiments.provenance import fingerprint, identity
 from experiments.running.cli import plan
 from experiments.session import Session, load
 from experiments.studies.interventions import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
@@ -235,7 +234,7 @@ class Study:
         return {self.name(config, layer): (config, layer) for config in self.configs for layer in self.layers}
 
     def name(self, config: RunConfig, layer: int | None) -> str:
-        return fingerprint(self.identity, prompt=config.prompt, seed=config.seed, layer=layer)
+        return provenance.fingerprint(self.identity, prompt=config.prompt, seed=config.seed, layer=layer)
 
     def pieces(self, batch: int) -> list[Piece]:
         """Return a batch of runs and a layer each."""
@@ -256,7 +255,7 @@ class Study:
 
         # 1. Roll out the batch without edits, or take the rollouts of the layer before.
         names = [self.name(config, None) for config in piece.configs]
-        runs, floor = sweep.cached("runs", fingerprint({"runs": names}), begun)
+        runs, floor = sweep.cached("runs", provenance.fingerprint({"runs": names}), begun)
         # 2. Denoise every block again under each unit's edit -> [B, F] by unit.
         layer, effects = piece.layer, measure(runs, dict(self.edits(piece.layer)))
         # 3. Keep an item a run; the norm of z is a covariate of the effects.
@@ -352,7 +351,7 @@ def atlas_cache(study: Study) -> dict:
         "prompt": study.configs[0].prompt,
         "seed": None,
         "weights_sha256": study.session.weights_sha256,
-        "fingerprint": fingerprint({"items": list(study.items)}),
+        "fingerprint": provenance.fingerprint({"items": list(study.items)}),
         "is_logits": False,
         "interventions": provenance.record_of([study.edit]),
         "prompts": [config.prompt for config in study.configs],
@@ -374,7 +373,9 @@ def prepared(
     """Return the study of an edit, with a model that is loaded here; it leaves a worker without that."""
     prompts = list(dict.fromkeys(config.prompt for config in configs))
     session = sweep.cached(
-        "model", fingerprint(identity(configs[0])), lambda: load(configs[0]).prepare((), prompts, watch)
+        "model",
+        provenance.fingerprint(provenance.identity(configs[0])),
+        lambda: load(configs[0]).prepare((), prompts, watch),
     )
     edit.check(session.pipeline.sizes(configs[0].num_frames))
     study = Study(folder, edit, each, configs, session)

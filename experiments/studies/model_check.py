@@ -13,7 +13,6 @@ import numpy as np
 
 from experiments.analysis import first_frame, published, rope_waves, stats, taxonomy
 from experiments.analysis.panels import table
-from experiments.analysis.taxonomy import agreement
 from experiments.caches import load_cache, outputs
 from experiments.caches.files import RunError
 from experiments.caches.view import Profiles, open_profiles
@@ -129,7 +128,9 @@ def compare(
         "RMS, median (logits)": float(np.nanmedian(stats.rms_difference(our_curves, published_curves))),
         "r of whole matrices, median": matrix_r,
         "r of s over heads": of_s,
-        "heads of the same kind": agreement(*(taxonomy.kinds(rate, taxonomy.Thresholds()) for rate in rates)),
+        "heads of the same kind": taxonomy.agreement(
+            *(taxonomy.kinds(rate, taxonomy.Thresholds()) for rate in rates)
+        ),
         "ρ of wave amplitudes": float(np.mean(rho)) if rho else None,
     }
     return HeadAgreement(r, is_best, of_heads)

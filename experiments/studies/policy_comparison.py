@@ -23,7 +23,6 @@ from torch import Tensor
 
 from experiments import progress, provenance
 from experiments.analysis import drift
-from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.panels import table as table_of
 from experiments.analysis.results import CONTROLS
 from experiments.caches import files, mp4, outputs
@@ -36,7 +35,7 @@ from experiments.miniature import moving_shapes
 from experiments.miniature.judges import EvalPool, workers_of
 from experiments.miniature.tracking import judge_seconds
 from experiments.progress import deterministic
-from experiments.provenance import fingerprint, identity
+from experiments.provenance import identity
 from experiments.running import cli
 from experiments.runs import capturing
 from experiments.session import Session, load, pipeline_of
@@ -202,7 +201,7 @@ class PolicyRuns:
                 if self.vbench is not None:
                     mp4s[self.vbench / file / f"{names[run.prompt]}-{index}.mp4"] = 1
                 about = {"prompt": run.prompt, "seed": run.seed, "scene": scene and asdict(scene)}
-                name = fingerprint(self.identity, **policy, **about)
+                name = provenance.fingerprint(self.identity, **policy, **about)
                 items.append(Item(label, settings, run, name, mp4s))
         return items
 
@@ -256,7 +255,7 @@ class PolicyRuns:
         with ExitStack() as stack:
             if self.deterministic:
                 stack.enter_context(deterministic())
-            vae = sweep.cached("vae", fingerprint(self.identity), load_vae)
+            vae = sweep.cached("vae", provenance.fingerprint(self.identity), load_vae)
             control = group.items[0].settings.get("control")
             if control is None:
                 videos, cost = self._roll_out(session, vae, group.items)
@@ -386,7 +385,7 @@ def compare(args: argparse.Namespace, config: RunConfig) -> None:
         comparison = sweep.call_on_worker(client, prepared, planned, args.batch, *([] if client else [watch]))
         sweep.work_through(comparison, comparison.groups(), watch, client)
         seconds = round(time.monotonic() - start, 1)
-        table = {"measures": MEASURES | SUMMARIES} | merged(comparison)
+        table = {"measures": drift.MEASURES | drift.SUMMARIES} | merged(comparison)
         assert comparison.session is not None  # prepared() has loaded it
         table["made"] = sweep.call_on_worker(client, provenance.environment, comparison.session.device)
         table["made_seconds"] = seconds
@@ -451,7 +450,9 @@ def prepared(planned: PolicyRuns, batch: int | None, watch: progress.Progress | 
     """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
     prepare = partial(load(first).prepare, (), prompts, watch, decodes=True)
-    return with_session(sweep.cached("model", fingerprint(identity(first)), prepare), planned, batch)
+    return with_session(
+        sweep.cached("model", provenance.fingerprint(identity(first)), prepare), planned, batch
+    )
 
 
 def with_session(session: Session, planned: PolicyRuns, batch: int | None) -> PolicyRuns:

@@ -62,7 +62,7 @@ class StopAfter(Progress):
 def small_pictures(monkeypatch):
     """Pieces of two blocks, and videos as small as they are."""
     monkeypatch.setattr(video, "frames_at_once", lambda *_: 6)
-    monkeypatch.setattr(video, "SHORTEST_SIDE", 64)
+    monkeypatch.setattr(video.mp4, "SHORTEST_SIDE", 64)
 
 
 @pytest.fixture(autouse=True)

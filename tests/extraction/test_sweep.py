@@ -22,9 +22,9 @@ import torch
 from conftest import ROOT
 from helpers.sleeping import STOPPED, Sleeping, items_of
 
-from experiments.caches.files import CacheError, RunError, StoppedError
+from experiments.caches.files import CacheError, RunError, StoppedError, finished
 from experiments.extraction import sweep
-from experiments.extraction.sweep import Results, dask_client, finished, work_through
+from experiments.extraction.sweep import Results, dask_client, work_through
 from experiments.progress import Progress
 from wan.errors import ConfigError
 

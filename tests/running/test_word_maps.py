@@ -172,7 +172,9 @@ def test_words_are_captured_of_every_video_of_a_batch():
         chosen = every[:, [7, 3]]
         if not keeps_axes:
             chosen = chosen.mean((0, 1, 2))
-        torch.testing.assert_close(captured.words()["circle"], chosen, atol=3e-4, rtol=0)
+        torch.testing.assert_close(
+            captured.words()["circle"], chosen, atol=2.5e-4, rtol=0
+        )  # half a step of float16 below 1
 
 
 TEXT = "a red circle, a Red wall"  # tokens a, red, circle, ",", a, "", R, ed, wall
@@ -222,7 +224,9 @@ def test_words_of_cross_attention_are_a_float64_softmax(name, attended):
     for word, tokens in OF_WORDS.items():
         expected = torch.stack([softmax[..., list(tokens)].sum(-1) for softmax in chosen])
         expected = expected.view(2, 2, 3, 3, 4, 4).transpose(0, 1).transpose(1, 2)  # [layer, head, step, ...]
-        torch.testing.assert_close(maps[word].double(), expected, atol=3e-4, rtol=0)  # float16
+        torch.testing.assert_close(
+            maps[word].double(), expected, atol=2.5e-4, rtol=0
+        )  # half a step of float16
     with pytest.raises(RunError, match="its words have video_to_text alone"):
         captured.words(direction="text_to_video")
 

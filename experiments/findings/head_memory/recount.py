@@ -14,7 +14,6 @@ import numpy as np
 
 from experiments.analysis import stats
 from experiments.analysis.panels import table
-from experiments.analysis.stats import bootstrap
 from experiments.caches.files import save_report
 from experiments.running import cli
 from wan.files import read_json
@@ -64,7 +63,7 @@ def disjoint_of(report: Mapping[str, Any]) -> dict[str, Any]:
         if len(rows) > 1:
             numbers = stats.contrast_of_trainings(np.stack(rows))
         else:  # t needs several: an interval over captions
-            numbers = {"bootstrap": stats.rounded(bootstrap(rows[0][~np.isnan(rows[0])]))}
+            numbers = {"bootstrap": stats.rounded(stats.bootstrap(rows[0][~np.isnan(rows[0])]))}
         contrasts[label] = {"trainings": kept} | numbers
     return {
         "heads of P and I": shared,
