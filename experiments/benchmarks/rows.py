@@ -18,6 +18,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +44,7 @@ from experiments.extraction import video
 from experiments.provenance import choose_device, choose_dtype, environment
 from experiments.running import cli, torchrun
 from experiments.running.parameters import NOTEBOOKS
-from wan import backends, diffusers_attention, diffusers_capture, errors, interventions
+from wan import backends, diffusers_attention, diffusers_capture, errors, interventions, kernels
 from wan.activations import SiteCapture
 from wan.cache import read_switches
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
@@ -149,6 +150,9 @@ def in_turn(rows: list[Row], repeats: int, warm_ups: int = 1) -> Table:
             if not row.optional:
                 raise
             table[row.name]["absent"] = errors.reason_of(error)
+    for thread in threading.enumerate():  # kernels that compile would take turns with the first rounds
+        if thread.name == kernels.THREAD:
+            thread.join()
     # 2. Rounds
     timed = [row for row in rows if "absent" not in table[row.name]]
     seconds: dict[str, list[float]] = {row.name: [] for row in timed}

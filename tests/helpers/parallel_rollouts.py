@@ -60,15 +60,17 @@ def together(
     with tempfile.TemporaryDirectory() as folder:
         task = function, f"{folder}/store", count, timedelta(seconds=seconds), on_gpus
         with get_context("spawn" if on_gpus else "fork").Pool(count, _be_given, [task]) as pool:
-            return [pickle.loads(found) for found in pool.map(_member, range(count), chunksize=1)]
+            # In the order of their ends: one that raises leaves the others waiting for it.
+            found = dict(pool.imap_unordered(_member, range(count)))
+    return [pickle.loads(found[rank]) for rank in range(count)]
 
 
 def _be_given(task: tuple) -> None:
     globals()["TASK"] = task
 
 
-def _member(rank: int) -> bytes:
-    """In a process of its own, where nobody has done a task before all have begun one."""
+def _member(rank: int) -> tuple[int, bytes]:
+    """In a process of its own, where nobody has done a task before all have begun one -> rank, what it found."""
     function, store, count, timeout, on_gpus = globals()["TASK"]
     backend = "gloo"
     if on_gpus:
@@ -82,4 +84,4 @@ def _member(rank: int) -> bytes:
     dist.init_process_group(backend, store=dist.FileStore(store, count), **options)
     found = function(dist.group.WORLD)
     dist.barrier()
-    return pickle.dumps(found)  # by value: a tensor that is shared needs the process that made it
+    return rank, pickle.dumps(found)  # by value: a tensor that is shared needs the process that made it

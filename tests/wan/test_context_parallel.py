@@ -35,21 +35,24 @@ REQUESTS = (
 
 
 def gather_any(x, dim, group):
-    """What diffusers gathers of several lengths: gloo takes tensors of one length."""
+    """What diffusers gathers: gloo takes tensors of one length, and has no all_gather_tensor on a GPU."""
     lengths = [torch.zeros(1, dtype=torch.long) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([x.shape[dim]]), group=group)
-    padded = x.new_zeros(int(max(lengths)), *x.movedim(dim, 0).shape[1:])
+    padded = torch.zeros(int(max(lengths)), *x.movedim(dim, 0).shape[1:], dtype=x.dtype)
     padded[: x.shape[dim]] = x.movedim(dim, 0)
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[: int(n)] for part, n in zip(parts, lengths, strict=True)]).movedim(0, dim)
+    whole = torch.cat([part[: int(n)] for part, n in zip(parts, lengths, strict=True)])
+    return whole.movedim(0, dim).to(x.device)
 
 
 def shared(model, group, **options):
     """A model whose tokens the processes of a group share; alone without a group."""
-    if group is not None and not torch.cuda.is_available():
-        torch.accelerator.device_count = lambda: 1  # diffusers divides by the number of GPUs, on a CPU too
+    if group is not None and "nccl" not in dist.get_backend_config(group):
         context_parallel._all_gather_anything = gather_any
+        context_parallel.EquipartitionSharder.unshard = lambda x, dim, mesh: gather_any(x, dim, mesh.get_group())
+        if model.device.type == "cpu":
+            torch.accelerator.device_count = lambda: 1  # diffusers divides by the number of GPUs, on a CPU too
     if group is not None:
         options = options or {"ulysses_degree": group.size()}
         model.enable_parallelism(config=ContextParallelConfig(**options))

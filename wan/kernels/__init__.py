@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+THREAD = "compiling kernels"  # the name of prepare()'s threads
+
 
 @cache
 def prepare(
@@ -20,7 +22,8 @@ def prepare(
     The first launch would take 1 to 3 s for it.
     """
     if device.type == "cuda":  # the process may end without the thread
-        Thread(target=_start_triton, args=(device, num_heads, head_dim, dtype), daemon=True).start()
+        arguments = device, num_heads, head_dim, dtype
+        Thread(target=_start_triton, args=arguments, name=THREAD, daemon=True).start()
 
 
 def _start_triton(device: torch.device, num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
