@@ -70,7 +70,7 @@ def _be_given(task: tuple) -> None:
 
 
 def _member(rank: int) -> tuple[int, bytes]:
-    """In a process of its own, where nobody has done a task before all have begun one -> rank, what it found."""
+    """In a process of its own, where nobody does a task before all have begun one -> rank, what it found."""
     function, store, count, timeout, on_gpus = globals()["TASK"]
     backend = "gloo"
     if on_gpus:

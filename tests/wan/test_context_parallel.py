@@ -50,9 +50,13 @@ def shared(model, group, **options):
     """A model whose tokens the processes of a group share; alone without a group."""
     if group is not None and "nccl" not in dist.get_backend_config(group):
         context_parallel._all_gather_anything = gather_any
-        context_parallel.EquipartitionSharder.unshard = lambda x, dim, mesh: gather_any(x, dim, mesh.get_group())
+        context_parallel.EquipartitionSharder.unshard = lambda x, dim, mesh: gather_any(
+            x, dim, mesh.get_group()
+        )
         if model.device.type == "cpu":
-            torch.accelerator.device_count = lambda: 1  # diffusers divides by the number of GPUs, on a CPU too
+            torch.accelerator.device_count = lambda: (
+                1
+            )  # diffusers divides by the number of GPUs, on a CPU too
     if group is not None:
         options = options or {"ulysses_degree": group.size()}
         model.enable_parallelism(config=ContextParallelConfig(**options))
