@@ -74,8 +74,18 @@ def watching(x: Any, layout: Any = None) -> Iterator[dict[str | None, Any]]:
 
 
 def transformers_of(x: Any) -> dict[str | None, Any]:
-    """Return a pipeline's transformers by name, or a transformer under None; not torch.compile's wrappers."""
-    return {name: compiled.plain(module) for name, module in _modules_of(x).items()}
+    """Return a pipeline's transformers by name, or a transformer under None; not torch.compile's wrappers.
+
+    ConfigError for anything else, such as a pipeline's VAE.
+    """
+    transformers = {name: compiled.plain(module) for name, module in _modules_of(x).items()}
+    for transformer in transformers.values():
+        if diffusers_frames.family_of(transformer) is None and not _attention_in(transformer):
+            raise errors.ConfigError(
+                f"{type(transformer).__name__} is no transformer of diffusers: give a pipeline, such as "
+                "WanPipeline.from_pretrained(...), or its transformer, pipe.transformer"
+            )
+    return transformers
 
 
 def _modules_of(x: Any) -> dict[str | None, Any]:
@@ -193,7 +203,8 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
         family = replace(family, locate=locate, is_told=True)
     if family is None:
         raise errors.ConfigError(
-            f"{title} is not one of {', '.join(diffusers_frames.FAMILIES)}; {diffusers_frames.SAY_WHERE}"
+            f"{title} is none of the {len(diffusers_frames.FAMILIES)} classes whose frames are known "
+            f"(docs/own_code.md); {diffusers_frames.SAY_WHERE}"
         )
     layers = _layers_of_family(transformer, family)
     if layers:
