@@ -20,7 +20,7 @@ from torch import Tensor
 
 from experiments.caches import files
 from experiments.progress import Progress
-from experiments.provenance import fingerprint
+from experiments.provenance import fingerprint, of_any_prompt
 from wan import interventions
 from wan.config import ModelConfig, RunConfig
 from wan.errors import library_reads
@@ -129,7 +129,7 @@ class MeanRuns:
 
     @cached_property
     def made_of(self) -> str:
-        plain = replace(self.config, prompt="", seed=0, prompt_schedule=None, interventions=[])
+        plain = replace(of_any_prompt(self.config), prompt_schedule=None, interventions=[])
         if self.recorded == interventions.HeadOutputs.sites:
             return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS))
         return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS, sites=self.recorded))

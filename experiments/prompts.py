@@ -106,7 +106,6 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
     if prompt is not None and file_prompt is not None and prompt != file_prompt:
         holds = f"{config.prompt_embeds} holds the states of {errors.short_repr(file_prompt)}"
         raise errors.ConfigError(f"--prompt is {errors.short_repr(prompt)}, but {holds}")
-    # "" is a prompt too
     return next(text for text in (file_prompt, prompt, config.prompt) if text is not None)
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -196,6 +196,11 @@ def identity(
     if config.noise != "seeded":  # the card draws it
         values["card"] = device_name(device)
     return json.loads(json.dumps(values, default=str))
+
+
+def of_any_prompt(config: RunConfig) -> RunConfig:
+    """Return a config whose prompt and seed stand for any: what the runs of a study have in common."""
+    return replace(config, prompt="any", seed=0)
 
 
 def number_settings(config: RunConfig) -> dict[str, Any]:

@@ -110,9 +110,9 @@ def load(
             given[name] = value
         if isinstance(value, Path | torch.device | torch.dtype):
             given[name] = str(value).removeprefix("torch.")
-    size = given.pop("size", None)
+    size, names = given.pop("size", None), [field.name for field in fields(RunConfig)]
     for name in given:
-        errors.require_known(name, [field.name for field in fields(RunConfig)], "{} is no setting of a run")
+        errors.require_known(name, names, "{} is no setting of a run", home="wan/config.py")
     if cache_policy is not None:
         if isinstance(cache_policy, cache.CachePolicy | str | Path):
             cache_policy = policy_settings(cache_policy)

@@ -28,7 +28,7 @@ def run(argv=None):
     flag("--minutes", type=cli.finite_number, help="at most; the data is not counted")
     flag("--output_dir", type=Path, default=Path("checkpoints/wan-mini"), help="folder of the weights")
     flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    flag("--seed", type=int, default=0, help="of clips and noise")
+    flag("--seed", type=cli.count_or_none, default=0, help="of clips and noise")
     flag("--overwrite", action="store_true", help="replace the weights of this stage in OUTPUT_DIR")
     args = parser.parse_args(argv)
 

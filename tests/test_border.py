@@ -13,7 +13,7 @@ from experiments.running.cli import Parser, main
 from wan.config import load_config
 from wan.errors import ConfigError, UserError
 from wan.files import read_yaml
-from wan.interventions import Ablate, Band, Bias, Knockout, Patch, Steer, read_edits
+from wan.interventions import Ablate, Band, Bias, Knockout, Move, Patch, Steer, read_edits
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,8 @@ def check_message(error, text):
         ({"seed": True}, "seed True should be a valid integer"),
         ({"layer_indices": [1, "a"]}, "(item 1) should be a valid integer"),
         ({"device": "mps"}, "device 'mps' should be one of auto, cpu, cuda, cuda:N"),
+        ({"seed": -1}, "seed -1 should be greater than or equal to 0"),
+        ({"prompt": " "}, "prompt ' ' should be a text; without one, prompt_embeds takes a file of states"),
         ({"prompt": "a\0b"}, "it has a NUL character at 1"),
         ({"num_frame": 3}, "'num_frame' is no setting of a run; did you mean num_frames?"),
         ({"base": {"shft": 1}}, "base: unknown key 'shft'; did you mean shift?"),
@@ -60,6 +62,13 @@ def test_seeds_of_numpy_are_seeds(session):
     assert type(runs[0].config.seed) is int
 
 
+@pytest.mark.parametrize("opened", [load, lambda x: capture(x, layers=[0]).__enter__()])
+def test_a_module_that_is_no_transformer_is_refused_at_once(opened):
+    with pytest.raises(ConfigError) as error:
+        opened(torch.nn.Linear(3, 3))
+    check_message(error, "Linear is no transformer of diffusers: give a pipeline, such as WanPipeline")
+
+
 @pytest.mark.parametrize(
     "chosen, text",
     [
@@ -81,7 +90,8 @@ def test_a_wrong_choice_of_a_capture_is_named(chosen, text, session):
     "kind, fields, text",
     [
         (Knockout, {"frames": "own:03"}, "frames 'own:03'"),
-        (Knockout, {"frames": "frist"}, "(item 0) should be a valid integer or one of first, sink, past"),
+        (Knockout, {"frames": "frist"}, "a valid integer or a name of frames; did you mean first?"),
+        (Move, {"frames": "qqq", "offset": 1}, "a name of frames; known ones: first, own, own:N, past, sink"),
         (Knockout, {"frames": 0, "passes": "some"}, "should be 'denoise', 'clean' or 'all'"),
         (Bias, {"b": True, "frames": 0}, "b True should be a valid number"),
         (Band, {"bands": 0, "phase": float("nan")}, "phase nan should be"),

@@ -34,6 +34,15 @@ def plain_text(value: str) -> str:
         raise ValueError(str(error)) from None
 
 
+def given_text(value: str) -> str:
+    """Return a prompt, which is more than spaces."""
+    if not value.strip():
+        raise ValueError(
+            "should be a text; without one, prompt_embeds takes a file of states and a name as its prompt"
+        )
+    return value
+
+
 def place_name(value: str) -> str:
     """Return the name of a file or folder, which is more than spaces."""
     if not value.strip():
@@ -62,9 +71,10 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 Layer = Annotated[int, Field(ge=0, lt=files.MAX_LAYERS)]
 Noise = Literal["seeded", "released", "A100", "H100", "L40", "RTX 4090"]  # released, or as one of CARDS
 Place = Annotated[Text, AfterValidator(place_name), Field(max_length=4096)]  # of a file or folder
-Prompt = Annotated[Text, Field(max_length=files.MAX_TEXT)]
+Prompt = Annotated[Text, AfterValidator(given_text), Field(max_length=files.MAX_TEXT)]
+NegativePrompt = Annotated[Text, Field(max_length=files.MAX_TEXT)]  # may be empty
 Scale = Annotated[float, Field(ge=TINY, le=MAX_SCALE)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Side = Annotated[int, Field(ge=1, le=1024)]
 Size = Annotated[int, Field(ge=1, le=files.MAX_SIZE)]  # of a layer
 Rank = Size  # of a LoRA
@@ -149,7 +159,7 @@ class BaseSampling:
     shift: Scale = 8.0  # these two are Wan's own for 1.3B; 5 and 5 for 14B
     guidance_scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 6.0
     num_steps: Annotated[int, Field(ge=1, le=10_000)] = 50
-    negative_prompt: Prompt = WAN_NEGATIVE_PROMPT
+    negative_prompt: NegativePrompt = WAN_NEGATIVE_PROMPT
     num_video_frames: Annotated[int, Field(ge=1, le=4 * files.MAX_FRAMES - 3)] = 21  # 4n + 1
     layer_index: Layer = 20  # the last one where the model has fewer
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 Settings = TypeVar("Settings")
+MOST_NAMES = 32  # that a message lists
 
 
 class UserError(Exception):
@@ -73,13 +74,22 @@ def short_repr(value: Any, limit: int = 80) -> str:
     return text
 
 
-def did_you_mean(name: object, allowed: Iterable[str]) -> str:
-    """Return the end of a message about a wrong name: the nearest of the allowed ones, or all of them."""
+def did_you_mean(name: object, allowed: Iterable[str], home: str = "") -> str:
+    """Return the end of a message about a wrong name: the nearest of the allowed ones, or all of them.
+
+    Of more than MOST_NAMES the three nearest are named, and home, the file that has all.
+    """
     names = sorted(allowed)
     nearest = get_close_matches(str(name), names, 1)
     if nearest:
         return f"; did you mean {nearest[0]}?"
-    return f"; known ones: {', '.join(names)}"
+    if len(names) <= MOST_NAMES:
+        return f"; known ones: {', '.join(names)}"
+    nearest = get_close_matches(str(name), names, 3, cutoff=0)
+    hint = f"; the nearest of {len(names)} known ones: {', '.join(nearest)}"
+    if home:
+        hint += f"; {home} has all of them"
+    return hint
 
 
 def reason_of(error: BaseException) -> str:
@@ -107,11 +117,15 @@ def reason_of(error: BaseException) -> str:
 
 # --- Checks of names, texts and numbers
 def require_known(
-    name: object, allowed: Collection[str], problem: str, error: type[UserError] = ConfigError
+    name: object,
+    allowed: Collection[str],
+    problem: str,
+    error: type[UserError] = ConfigError,
+    home: str = "",
 ) -> None:
     """Raise error for a name that is not allowed: the problem with it in place of {}, and the nearest."""
     if not isinstance(name, str) or name not in allowed:
-        raise error(problem.replace("{}", short_repr(name), 1) + did_you_mean(name, allowed))
+        raise error(problem.replace("{}", short_repr(name), 1) + did_you_mean(name, allowed, home))
 
 
 def require_text(value: str, name: str, limit: int | None = None) -> str:
@@ -265,7 +279,8 @@ def from_values(kind: type[Settings], values: Any, where: str = "") -> Settings:
         problems.append(f"{short_repr(values)} is no mapping; {names}")
     else:
         unknown = [key for key in values if key not in allowed]
-        problems += [f"unknown key {short_repr(key)}{did_you_mean(key, allowed)}" for key in unknown]
+        home = f"{kind.__module__.replace('.', '/')}.py"
+        problems += [f"unknown key {short_repr(key)}{did_you_mean(key, allowed, home)}" for key in unknown]
         problems += [f"has no {name}; {names}" for name in required if name not in values]
     if problems:
         raise ConfigError(f"{where}{problems[0]}")

@@ -76,10 +76,14 @@ Number = Annotated[float, Field(ge=-1e30, le=1e30)]  # no NaN
 MAX_BYTES = 1 << 20  # of a file of edits
 
 
+FRAME_NAMES = ("first", "sink", "past", "own")
+
+
 def frame_name(value: str) -> str:
     """Return a name of frames: first, sink, past, own, or own:N for the frame N of the block itself."""
-    if value not in ("first", "sink", "past", "own") and not re.fullmatch(r"own:(0|[1-9]\d{0,4})", value):
-        raise ValueError("should be one of first, sink, past, own, own:N")
+    if value not in FRAME_NAMES and not re.fullmatch(r"own:(0|[1-9]\d{0,4})", value):
+        hint = errors.did_you_mean(value, [*FRAME_NAMES, "own:N"])
+        raise ValueError(f"should be a name of frames{hint}")
     return value
 
 

@@ -7,7 +7,7 @@ uses or replaces caches of other settings.
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -132,7 +132,7 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
     planned = cli.plan(args, config)
     folder = Path(args.output_dir)
     videos = [video for path in planned for video in cli.videos_of(args, [path])]
-    models = {run.checkpoint_path: replace(run, prompt="", seed=0) for run in planned.values()}
+    models = {run.checkpoint_path: provenance.of_any_prompt(run) for run in planned.values()}
     for model in models.values():
         provenance.check_outputs(args, model, [*planned, *videos])
     with (

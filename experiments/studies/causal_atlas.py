@@ -225,7 +225,7 @@ class Study:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything but prompt, seed and layer that numbers depend on, and the files that the edit reads."""
-        config = replace(self.configs[0], prompt="", seed=0, interventions=[self.edit.to_dict()])
+        config = replace(provenance.of_any_prompt(self.configs[0]), interventions=[self.edit.to_dict()])
         return self.session.identity(config, each=self.each)
 
     @property

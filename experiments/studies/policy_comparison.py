@@ -457,7 +457,7 @@ def prepared(planned: PolicyRuns, batch: int | None, watch: progress.Progress | 
 
 def with_session(session: Session, planned: PolicyRuns, batch: int | None) -> PolicyRuns:
     """Return the plan with the weights and files that a session has read."""
-    plain = replace(planned.runs[0], prompt="", seed=0)
+    plain = provenance.of_any_prompt(planned.runs[0])
     if batch is None:
         batch = GPU_BATCH if session.device.type == "cuda" else CPU_BATCH
     made_of = session.identity(plain, vae=provenance.vae_files(plain), vae_dtype=planned.vae_dtype)

@@ -13,6 +13,9 @@ from wan.errors import ConfigError
 REFUSED = {
     "num_frames 0 should be greater than or equal to 1": {"num_frames": 0},
     "seed 9223372036854775808 should be": {"seed": 2**63},
+    "seed -1 should be greater than or equal to 0": {"seed": -1},
+    "prompt '' should be a text; without one, prompt_embeds takes a file": {"prompt": ""},
+    "prompt ' ' should be a text": {"prompt": " "},
     "should be one of auto, cpu, cuda, cuda:N": {"device": "mps"},
     "dtype 'float64' should be 'auto'": {"dtype": "float64"},
     "knows no gpus above 1": {"sampler": "rolling_forcing", "gpus": 2},
@@ -37,7 +40,7 @@ def test_values_that_no_run_has_and_the_ends_of_what_one_may_have():
         with pytest.raises(ConfigError):
             BaseSampling(**wrong)
     steps = {"denoising_step_list": [1000, 1, 0], "first_block_steps": [1], "step": 3, "context_noise": 1000}
-    config = RunConfig(**steps, seed=-(2**63), layer_indices=range(256), layer_index=255, height=1024)
+    config = RunConfig(**steps, seed=2**63 - 1, layer_indices=range(256), layer_index=255, height=1024)
     assert [config.passes_of_block(block) for block in (0, 1)] == [[1, 3], [0, 1, 2, 3]]
     BaseSampling(shift=1000.0, num_steps=10_000, guidance_scale=-1000.0, num_video_frames=1)
 
@@ -59,8 +62,10 @@ def test_flags_override_the_yaml_and_none_does_not_and_a_bad_one_is_one_clear_li
     with pytest.warns(UserWarning, match="9 frames become 7"):
         assert load_config(path).block_sizes == [1, 3, 3]
     unknown = "unknown key 'num_frame'; did you mean num_frames"
+    far = "unknown key 'zzz'; the nearest of 46 known ones: .*, .*, [a-z_]*; wan/config.py has all of them$"
     bad = {
         "num_frame: 9": unknown,
+        "zzz: 9": far,
         "num_frames: many": "num_frames",
         "- 1": "mapping",
         "a: [": "the YAML of settings cannot",
