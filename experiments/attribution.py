@@ -22,6 +22,7 @@ from experiments import caches, captured, memory
 from experiments.analysis.panels import table
 from experiments.caches.activations import Activations, save_activations
 from experiments.caches.files import Record, claimed
+from experiments.caches.titles import prompt_in_words, seed_in_words
 from experiments.edits import source_of
 from experiments.extraction import cache_builders
 from experiments.pipeline_session import PipelineSession
@@ -492,7 +493,7 @@ class Scores(dict[str, Tensor]):
         passes = "1 pass"
         if len(self.passes) != 1:
             passes = f"{len(self.passes)} passes"
-        own = f"“{cache['prompt']}”, seed {cache['seed']}"
+        own = f"{prompt_in_words(cache['prompt'])}, {seed_in_words(cache['seed'])}"
         return f"{own}, towards {theirs}; {cache['metric']}, mean of {passes}"
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:

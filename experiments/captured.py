@@ -1,8 +1,8 @@
 """Look inside a session's videos: capture activations and attention, compare edits, read the x0 lens.
 
-with capture(session, "resid_post", layers=[5]) as seen, intervene(at("z"), lambda z, where: 2 * z):
+with capture(session, "resid_post", layers=[5]) as captured, intervene(at("z"), lambda z, where: 2 * z):
     run = session.generate("a red circle moving right over a dark blue background", seed=42)
-seen["resid_post"].stack()
+captured["resid_post"].stack()
 """
 
 import inspect
@@ -34,7 +34,7 @@ from experiments.caches.activations import (
     texts_by_name,
 )
 from experiments.caches.mp4 import write_mp4
-from experiments.caches.titles import conditions_of, ranges
+from experiments.caches.titles import conditions_of, ranges, seed_in_words
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import cache_builders
 from experiments.extraction.video import decode
@@ -392,11 +392,11 @@ class Captured:
         runs: every run of the context, in order.
 
     Examples:
-        >>> with capture(session, "resid_post", layers=[5], steps=[0]) as seen:
+        >>> with capture(session, "resid_post", layers=[5], steps=[0]) as captured:
         ...     run = session.generate("a red circle moving right", seed=42)
-        >>> seen["resid_post"].stack().shape  # [layers, blocks, steps, B, L, dim]
+        >>> captured["resid_post"].stack().shape  # [layers, blocks, steps, B, L, dim]
         [1, 2, 1, 1, 48, 192]
-        >>> seen.keys()
+        >>> captured.keys()
         ["resid_post"]
     """
 
@@ -1082,7 +1082,7 @@ class Comparison:
         write_mp4(self.video.numpy(), path, model=about, fps=self.fps, overwrite=overwrite)
 
     def __repr__(self) -> str:
-        names = [f"{run.edits or 'no edit'}, seed {run.config.seed}" for run in self.runs]
+        names = [f"{run.edits or 'no edit'}, {seed_in_words(run.config.seed)}" for run in self.runs]
         low, whole = self.psnr.min().item(), -10 * (10 ** (-self.psnr / 10)).mean().log10().item()
         return f"Comparison: {names[0]} | {names[1]}: PSNR {whole:.1f} dB, at least {low:.1f}"
 

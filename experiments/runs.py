@@ -23,7 +23,7 @@ from torch import Tensor
 from experiments.caches import files, frames
 from experiments.caches.formats import PassTag
 from experiments.caches.mp4 import write_mp4
-from experiments.caches.titles import conditions_of
+from experiments.caches.titles import conditions_of, prompt_in_words, seed_in_words
 from experiments.extraction.video import decode, load_vae, require_free, save_video
 from experiments.provenance import model_title
 from wan.blocks import block_frames
@@ -243,8 +243,9 @@ class Run:
             return Video(path.read_bytes(), embed=True, mimetype="video/mp4")
 
     def __repr__(self) -> str:
-        about = f"{self.config.model}, {self.config.prompt!r}, seed {self.config.seed}"
+        prompt, seed = prompt_in_words(self.config.prompt), seed_in_words(self.config.seed)
         calls = f"{len(self.records)} captured calls"
+        about = f"{self.config.model}, {prompt}, {seed}"
         return f"Run: {about}, latents {list(self.latents.shape)}, {calls}; {self.conditions}"
 
     @property

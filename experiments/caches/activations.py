@@ -46,6 +46,7 @@ from experiments.caches.files import (
     require_suffix,
     settings_and_text,
 )
+from experiments.caches.titles import prompt_in_words, seed_in_words
 from wan import errors
 from wan.identity import UNNAMED
 from wan.sites import SITES
@@ -402,7 +403,8 @@ class StoredRun:
     count: int = 0  # of the blocks that write() wrote
 
     def __repr__(self) -> str:
-        return f"StoredRun: {self.about.get('prompt')!r}, seed {self.about.get('seed')}, {self.path}"
+        prompt, seed = prompt_in_words(self.about.get("prompt")), seed_in_words(self.about.get("seed"))
+        return f"StoredRun: {prompt}, {seed}, {self.path}"
 
     @property
     def name(self) -> str:

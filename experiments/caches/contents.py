@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.caches import formats, outputs
 from experiments.caches.files import Record
+from experiments.caches.titles import seed_in_words
 from wan import capture
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
@@ -52,7 +53,7 @@ def contents_of(values: Mapping[str, Any]) -> outputs.Contents:
     if values["format"] == "attribution":
         parts["sites"] = {site["site"] for site in values["sites"]}
         parts["steps"], parts["blocks"] = {*values["pass_steps"]}, {*values["pass_blocks"]}
-    about = f"{short_repr(cache.prompt)}, seed {cache.seed}"
+    about = f"{short_repr(cache.prompt)}, {seed_in_words(cache.seed)}"
     return outputs.Contents(f"{values['format']} cache", outputs.facts_of_model(values), parts, about)
 
 

@@ -7,6 +7,8 @@ edit_in_words({"edit": "knockout", "frames": "past", "layers": [3, 4], "passes":
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from wan.errors import one_line
+
 FRAMES = {"first": "the first frame", "sink": "the sink", "past": "past frames", "own": "the own block"}
 SITES = {
     "z": "outputs of heads",
@@ -75,6 +77,20 @@ def _change_in_words(edit: Mapping[str, Any]) -> str:
         return f"{site_in_words(edit['site'])} steered by {edit.get('scale', 1):g} times a direction"
     sites = " and ".join(site_in_words(site) for site in edit.get("sites", ()))
     return f"{sites or 'activations'} changed by {edit.get('function', kind)}"
+
+
+def prompt_in_words(prompt: str | None) -> str:
+    """Return a prompt in quotes, on one line."""
+    if not prompt:
+        return "prompt not recorded"
+    return f"“{one_line(prompt)}”"
+
+
+def seed_in_words(seed: int | None) -> str:
+    """Return "seed 42"; a pipeline that drew its noise without a generator tells no seed."""
+    if seed is None:
+        return "seed not recorded"
+    return f"seed {seed}"
 
 
 def site_in_words(site: str) -> str:

@@ -72,12 +72,8 @@ def noise_label(timestep: float | None, levels: Iterable[float | None] = ()) -> 
 def source_of(cache: formats.Cache) -> str:
     """Return model, weights, prompt and seed in a line."""
     weights = ": ".join(filter(None, (cache.weights, cache.weights_file)))
-    prompt, seed = "prompt not recorded", "not recorded"
-    if cache.prompt:
-        prompt = f"“{cache.prompt}”"
-    if cache.seed is not None:
-        seed = str(cache.seed)
-    return f"{cache.model} ({weights}), {prompt}, seed {seed}"
+    prompt, seed = titles.prompt_in_words(cache.prompt), titles.seed_in_words(cache.seed)
+    return f"{cache.model} ({weights}), {prompt}, {seed}"
 
 
 def short_source(source: str) -> str:

@@ -16,6 +16,7 @@ from experiments.caches.contents import contents_of
 from experiments.caches.files import PARTIAL, ROOT, CacheError, RunError, StoppedError, claimed
 from experiments.caches.formats import FORMATS
 from experiments.caches.outputs import Contents, require_replaceable
+from experiments.caches.titles import prompt_in_words, seed_in_words
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
 from experiments.extraction import video
 from experiments.memory import estimate_bytes
@@ -156,7 +157,8 @@ def save(
             store.save_cache(place, cache, overwrite=True)
             line = (
                 f"{place}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
-                f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"
+                f"{cache['num_frames']} latent frames, "
+                f"{seed_in_words(cache['seed'])}, {prompt_in_words(cache['prompt'])}"
             )
             if replaced is not None:
                 line += f"; it replaced {replaced}"

@@ -30,6 +30,12 @@ def test_every_kind_of_edit_has_words(kind):
     assert titles.edit_in_words(edit) == f"{words}, in denoising passes"
 
 
+def test_words_of_prompt_and_seed():
+    assert titles.prompt_in_words("a\nred circle") == "“a red circle”"
+    assert titles.prompt_in_words(None) == "prompt not recorded"
+    assert (titles.seed_in_words(0), titles.seed_in_words(None)) == ("seed 0", "seed not recorded")
+
+
 def test_edits_of_users_older_files_and_many():
     custom = {
         "edit": "custom",

@@ -167,6 +167,7 @@ def test_a_store_has_each_run_of_a_pipeline_once(pipeline, tmp_path):
     torch.randn(1, generator=drawn)
     with capture(pipeline, "z", layers=[1], stream_to=tmp_path) as seen:
         call(pipeline, generator=drawn)
+    assert "seed not recorded" in repr(seen.runs[0])
     assert seen.runs[0].common["seed"] is None and len(seen.runs[0].common["generator_state"]) == 16
     assert ActivationStore(tmp_path).runs[-1].about["seed"] is None
 
