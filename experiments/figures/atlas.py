@@ -244,7 +244,8 @@ def effect_against(
         axis.set_title(notes.get(name, ""), fontsize=st.SMALL)
     _scale_by_logarithm(axes[0])  # of all: they share the axis
     _layer_bar(figure, layers, axes)
-    y, note = "Direct effect on x0 (1: another seed)", "a dot is a head; partial ρ: given layer and size of z"
+    y = "Direct effect on x0 (1: another seed)"
+    note = "a dot is a head; partial ρ: given layer and size of the head's output"
     st.label_figure(figure, [], title, subtitle, y, legend, note=note)
     return figure
 

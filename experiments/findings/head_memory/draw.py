@@ -97,7 +97,7 @@ def emptied(report: Mapping[str, Any]) -> Figure:
 
 
 UNITS = {  # of results.json -> in words
-    "s": "First-frame effect s (logits)",
+    "s": "Extra logit of frame 0",
     "mass on frame 0": "Mass on frame 0 (share)",
     "mass on the past": "Mass on the past (share)",
     "share of positive logits": "Logits of the past above 0 (share)",
@@ -113,9 +113,11 @@ def first_frame_removed(report: Mapping[str, Any]) -> Figure:
         notes[UNITS[name]] = f"ρ = {rho}\npartial ρ = {partial_rho}"
         rhos[name] = rho.estimate
     best = max(rhos, key=lambda name: abs(rhos[name]))
-    title = f"What removing frame 0 from a head changes goes best with its {best}: ρ = {rhos[best]:.2f}"
+    title = (
+        f"The effect of removing frame 0 from a head correlates best with its {best}: ρ = {rhos[best]:.2f}"
+    )
     runs = f"{report['model']}, {report['prompts']} captions × {report['seeds']} seeds"
-    about = f"the first frame left out of one head at a time, in the first pass; {runs}"
+    about = f"frame 0 left out of one head at a time, in all denoising passes; attention of the first; {runs}"
     return figures.effect_against(
         np.array(report["heads"]["effect"]), measures, notes, title=title, subtitle=about
     )
