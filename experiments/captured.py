@@ -50,7 +50,7 @@ from wan.config import RunConfig
 from wan.identity import identity_of
 from wan.interventions import Edits, reusable
 from wan.interventions import intervene as edited
-from wan.model import WanModel, sinusoidal_embedding
+from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
 from wan.vae import VAE
 
@@ -78,8 +78,6 @@ def as_session(x: Any) -> Any:
     """Return a session as it is, and that of a pipeline or a transformer. ConfigError for anything else."""
     if isinstance(x, AnySession):
         return x
-    if isinstance(x, WanModel):
-        raise errors.ConfigError(f"{type(x).__name__} is the model of a session: give the session itself")
     if pipeline_session.is_pipeline(x):
         return pipeline_session.session_of(x)
     problem = f"{type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model"

@@ -33,6 +33,7 @@ from wan import identity as identities
 from wan.capture import CapturedCall, move_to_cpu
 from wan.diffusers_frames import family_of
 from wan.interventions import Edit, counted_edits
+from wan.model import WanModel
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -115,6 +116,8 @@ def load_pipeline(x: Any, **settings: Any) -> "PipelineSession":
 
 def session_of(x: Any) -> "PipelineSession":
     """Return the session of a pipeline or a transformer: the same one while anybody holds it."""
+    if isinstance(x, WanModel):
+        raise errors.ConfigError(f"{type(x).__name__} is the model of a session: give the session itself")
     session = _sessions.get(id(x))
     if session is None or session.pipe is not x:
         session = PipelineSession(x)

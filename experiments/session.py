@@ -777,7 +777,7 @@ def batch_configs(
         prompts = list(prompt)
     video_seeds: list[int | None] = [seed]
     if seeds is not None:
-        video_seeds = list(seeds)
+        video_seeds = list(errors.as_tuple(seeds))
     if product:
         pairs = list(itertools.product(prompts, video_seeds))
         prompts, video_seeds = [text for text, _ in pairs], [number for _, number in pairs]

@@ -1,5 +1,6 @@
 """Values at the border: a wrong one is refused in one line that names it and what fits."""
 
+import pickle
 import warnings
 
 import numpy as np
@@ -60,6 +61,24 @@ def test_seeds_of_numpy_are_seeds(session):
     runs = session.generate("a", seeds=np.arange(1, 3))
     assert [run.common["seed"] for run in runs] == [1, 2]
     assert type(runs[0].config.seed) is int
+    (run,) = session.generate("a", seeds=3)
+    assert run.config.seed == 3
+
+
+@pytest.mark.parametrize("edit", ["knockout", Knockout, [Knockout(frames=0)], at("z")])
+def test_what_is_no_edit_is_named(edit):
+    with pytest.raises(ConfigError) as error, intervene(edit):
+        pass
+    check_message(error, " is no edit")
+    assert "intervene takes edits, at least one: Knockout, Bias" in str(error.value)
+
+
+def test_an_edit_names_its_fields_where_it_is_given_too_many():
+    with pytest.raises(ConfigError) as error:
+        Knockout("past")
+    check_message(error, "Knockout: too many positional arguments; it takes layers, heads")
+    edit = Bias(-1.0, frames=0)
+    assert pickle.loads(pickle.dumps(edit)) == edit
 
 
 @pytest.mark.parametrize("opened", [load, lambda x: capture(x, layers=[0]).__enter__()])
@@ -93,6 +112,7 @@ def test_a_wrong_choice_of_a_capture_is_named(chosen, text, session):
         (Knockout, {"frames": "frist"}, "a valid integer or a name of frames; did you mean first?"),
         (Move, {"frames": "qqq", "offset": 1}, "a name of frames; known ones: first, own, own:N, past, sink"),
         (Knockout, {"frames": 0, "passes": "some"}, "should be 'denoise', 'clean' or 'all'"),
+        (Bias, {"frames": 0}, "Bias: missing a required argument: 'b'; it takes b, layers"),
         (Bias, {"b": True, "frames": 0}, "b True should be a valid number"),
         (Band, {"bands": 0, "phase": float("nan")}, "phase nan should be"),
         (Steer, {"site": "z", "direction": torch.tensor([float("nan")])}, "(item 0) should be"),

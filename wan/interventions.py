@@ -173,11 +173,17 @@ class Edit(ABC):
             raise errors.ConfigError(
                 f"{cls.__name__} has no apply(): take one of {', '.join(KINDS)}, or write it"
             )
-        parameters = inspect.signature(cls.__init__).parameters
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        edit, signature = super().__new__(cls), inspect.signature(cls.__init__)
+        names = [*signature.parameters][1:]
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
             for name in kwargs:
-                errors.require_known(name, [*parameters][1:], f"{cls.__name__} takes no {{}}")
-        return super().__new__(cls)
+                errors.require_known(name, names, f"{cls.__name__} takes no {{}}")
+        try:
+            if args or kwargs:  # pickle gives none
+                signature.bind(edit, *args, **kwargs)
+        except TypeError as error:
+            raise errors.ConfigError(f"{cls.__name__}: {error}; it takes {', '.join(names)}") from None
+        return edit
 
     def __post_init__(self) -> None:
         errors.check_fields(self)
@@ -1174,11 +1180,14 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None, models: An
         if lacks_function and remaining and not isinstance(remaining[0], Edit):
             edit = edit(remaining.pop(0))
         chosen.append(edit)
-    is_edit = [isinstance(edit, Edit) and getattr(edit, "function", edit) is not None for edit in chosen]
-    if not chosen or not all(is_edit):
-        raise errors.ConfigError(
-            f"intervene takes edits, at least one: {', '.join(KINDS)}; or at(...) and a function"
-        )
+    others = [edit for edit in chosen if not isinstance(edit, Edit)]
+    others += [edit for edit in chosen if isinstance(edit, Custom) and edit.function is None]
+    if not chosen or others:
+        kinds = ", ".join(kind.__name__ for kind in KINDS.values())
+        problem = f"intervene takes edits, at least one: {kinds}; or at(...) and a function"
+        if others:
+            problem += f"; {errors.short_repr(others[0])} is no edit"
+        raise errors.ConfigError(problem)
     # 2. They watch every activation of this context, and count what they change.
     active = Edits(tuple(chosen), dict(data or {}))
     active.models = models
