@@ -36,6 +36,7 @@ MARKS = {
     "zeros": st.EMPTY,
 }
 PALE = "#a3cbe2"  # of what is measured, where some of it stands out
+FITTED = "waves of RoPE + extra logit of frame 0"
 DASHED: st.Style = {"color": st.OWN, "linestyle": "--"}
 
 # --- Profiles over key frames
@@ -439,7 +440,7 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title="", subtitle="", *, o
         colors = st.color_scale(values, "mean_logit", st.PERCENTILE)
         parts = {
             name: st.Bands(dict(zip(blocks, of_part[:, None], strict=True)), "logits", colors)
-            for name, of_part in zip(("measured", "waves + s"), values, strict=True)
+            for name, of_part in zip(("measured", FITTED), values, strict=True)
         }
         figure, axes = st.maps_of_bands(parts)
         for axis in axes:
@@ -461,7 +462,7 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title="", subtitle="", *, o
     legend: dict[str, Artist] = {
         "measured": Patch(color=PALE, label="measured"),
         "shown": Patch(color=st.MEASURED, label=f"measured, {queries}"),
-        "predicted": Line2D([], [], color=st.COMPARED, marker="o", markersize=3, label="waves of RoPE + s"),
+        "predicted": Line2D([], [], color=st.COMPARED, marker="o", markersize=3, label=FITTED),
     }
     st.label_figure(figure, axes, title, subtitle, y, legend, x)
     return figure
@@ -535,7 +536,7 @@ def _parts_as_maps(heads: Mapping[str, Mapping[str, PartsPanel]], title: str, su
             forecast[head][row, 0] += block.s
     values = np.concatenate([*measured.values(), *forecast.values()])
     colors = st.color_scale(values, "mean_logit", st.PERCENTILE)
-    parts = {"measured": measured, "waves + s": forecast}
+    parts = {"measured": measured, FITTED: forecast}
     bands = {name: st.Bands(part, "Mean logit", colors) for name, part in parts.items()}
     figure, axes = st.maps_of_bands(bands)
     note = f"rows of a head, from above: {', '.join(next(iter(heads.values())))}"

@@ -173,13 +173,17 @@ def test_the_page_has_the_forecasts_of_the_sink():
     page, report = article("first_frame"), numbers_of("first_frame/sink_forecast.json")
     page = page.replace("−", "-").replace("*", "")
     assert json.loads(json.dumps(sink_forecast.findings_of(report["trainings"]))).items() <= report.items()
-    forecasts = [row for name, row in report["r"].items() if name.endswith("another caption")]
-    conditions = [row for row in forecasts if "s alone" in row]  # without those of edits
-    assert len(conditions) == 5
-    for row in conditions:
-        cells = [f"{row[name]:.2f}" for name in ("waves and s", "s alone", "persistence", "Fourier and s")]
-        null = "{:.2f}, {:.2f}".format(*row["jittered: median, best"])
-        assert f"| {' | '.join([*cells, null])} |" in page
+    row = report["r"]["full, from another caption"]
+    cells = [f"{row[name]:.2f}" for name in ("waves and s", "s alone", "persistence", "Fourier and s")]
+    null = "{:.2f}, {:.2f}".format(*row["jittered: median, best"])
+    assert f"| {' | '.join([*cells, null])} |" in page
+    policies = [report["r"][f"{name}, from another caption"] for name in list(sink_forecast.POLICIES)[1:]]
+    fixed, moved, wide_fixed, wide_moved = (f"{row['waves and s']:.2f}" for row in policies)
+    assert (
+        f"r is {fixed} and {wide_fixed}; if the sink's positions move along, {moved} and {wide_moved}" in page
+    )
+    above = [row["waves and s"] > max(row["s alone"], row["persistence"]) for row in policies]
+    assert above == [True, True, True, False]
     for one in report["contrasts"].values():
         assert "{:.2f} [{:.2f}, {:.2f}]".format(*one["t"]) in page
     for one in report["trainings"].values():  # none of the jittered draws is as good in any training

@@ -50,8 +50,10 @@ def run(argv=None):
         f"r = {np.corrcoef(panel.measured, panel.predicted)[0, 1]:.2f} ({head})"
         for head, panel in predicted.items()
     ]
-    title = f"21 frames of another prompt predict frame 0 at every block: {', '.join(agreement)}"
-    forecast = figures.first_by_block(predicted, title, f"{about}; waves and s are fitted to castle")
+    title = (
+        f"21 frames of another prompt predict the excess of frame 0 at every block: {', '.join(agreement)}"
+    )
+    forecast = figures.first_by_block(predicted, title, f"{about}; the line is fitted to castle")
     print(figures.save_figure(forecast, folder / "sink_forecast.svg", overwrite=args.overwrite))
     # 4. Heads of both prompts that put frame 0 first at four blocks in a row
     print(table(steady_heads()))
