@@ -17,7 +17,10 @@ OF_VIDEOS = ("save_video", *cli.DECODING)
 
 
 def run(argv=None):
-    parser = cli.run_parser(__doc__, "outputs/check_model.svg", without=(*OF_REFERENCES, *OF_VIDEOS))
+    suffixes = (".svg", ".pdf", ".png")
+    parser = cli.run_parser(
+        __doc__, "outputs/check_model.svg", without=(*OF_REFERENCES, *OF_VIDEOS), suffixes=suffixes
+    )
     flag = parser.add_argument
     flag("--frames", type=int, choices=(21, 72), default=21, help="length of the published videos")
     flag(

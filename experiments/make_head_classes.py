@@ -22,7 +22,7 @@ OF_ATLASES = {"rule", "num", "block", "step", "output_path", "overwrite", "debug
 
 
 def run(argv=None):
-    parser = cli.run_parser(__doc__, None)
+    parser = cli.run_parser(__doc__, suffixes=(".csv", ".npz"))
     flag = parser.add_argument
     flag(
         "atlas",

@@ -217,6 +217,8 @@ def weights_hash(path: Path) -> Future[str]:
 def model_facts(config: RunConfig) -> dict[str, str | None]:
     """Return what tells the model of a run: name, weights by their SHA-256, LoRAs. It hashes the weights."""
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+    for item in config.loras:
+        lora.lora_files(item.path)  # refuses a missing one
     values = {"model": config.model, "weights": "base"}
     if config.checkpoint_path:
         values["weights"] = "checkpoint"

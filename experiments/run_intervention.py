@@ -13,7 +13,12 @@ from wan.errors import ConfigError
 def run(argv=None):
     parser = cli.run_parser(__doc__, "cache/effects.pt", without=("step", *cli.DECODING))
     flag = parser.add_argument
-    flag("--save_base", metavar="FILE.pt", help="keep the unedited run, and use it where it is there")
+    flag(
+        "--save_base",
+        type=cli.output_file((".pt",)),
+        metavar="FILE.pt",
+        help="keep the unedited run, and use it where it is there",
+    )
     flag("--dry_run", action="store_true", help="say what would be edited, and stop")
     flag("--no_video", action="store_true", help="the numbers alone, without an mp4; needs no ffmpeg")
     parser.exclude("no_video", "save_video")

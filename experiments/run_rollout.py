@@ -11,7 +11,7 @@ from experiments.running import cli
 
 
 def run(argv=None):
-    parser = cli.run_parser(__doc__, "outputs/long.mp4", without=["save_video"])
+    parser = cli.run_parser(__doc__, "outputs/long.mp4", without=["save_video"], suffixes=(".mp4",))
     parser.add_argument("--capture", default="none", help="attention: none, last:N blocks, band:D, all")
     args = parser.parse_args(argv)
     config = cli.config_from(args)

@@ -93,7 +93,7 @@ def run(argv=None):
 
 def row_parser(doc: str, names: Iterable[str], default: list[str]) -> argparse.ArgumentParser:
     """Return a parser with the flags of a run and those of rows."""
-    parser = cli.run_parser(doc, None)
+    parser = cli.run_parser(doc, suffixes=(".json",))
     flag = parser.add_argument
     flag("--what", nargs="+", choices=[*names], default=default, help="which rows")
     flag("--random_weights", action="store_true", help="the shapes of the config's model, without any file")

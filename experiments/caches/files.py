@@ -134,10 +134,10 @@ def in_words(allowed: Collection[Any]) -> str:
     return ", ".join(words)
 
 
-def require_suffix(path: str | Path, suffix: str) -> None:
+def require_suffix(path: str | Path, *suffixes: str) -> None:
     """Raise CacheError for a path that does not end as what is written there."""
-    if Path(path).suffix != suffix:
-        raise CacheError(f"{path} does not end in {suffix}, which is written there")
+    if Path(path).suffix not in suffixes:
+        raise CacheError(f"{path} does not end in {' or '.join(suffixes)}, which is written there")
 
 
 # --- Outputs of a run: never one of its inputs, one run per path, and room on the disk

@@ -45,6 +45,7 @@ def save_cache(path: str | Path, cache: Mapping[str, Any], overwrite: bool = Fal
     overwrite, for a file there that must stay (outputs.py). Tensors are written from where they are: the only
     copies are of those not contiguous on the CPU.
     """
+    files.require_suffix(path, ".pt")
     try:
         values = _plain(cache, "cache", {})
         check(values)

@@ -122,6 +122,20 @@ class number:  # in small letters, as int and float: a type of a flag
         return f"{noun} from {self.low:.12g} to {self.high:.12g}"
 
 
+@dataclass(frozen=True)
+class output_file:
+    """A type for argparse: the path of a file that ends as what is written there."""
+
+    suffixes: tuple[str, ...]
+
+    def __call__(self, text: str) -> str:
+        try:
+            files.require_suffix(text, *self.suffixes)
+        except files.CacheError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+
 whole_number = number(int, -(2**63), 2**63 - 1, "whole number (of 64 bits)")
 finite_number = number(float, -sys.float_info.max, sys.float_info.max, "finite number")
 count = number(int, 1, MAX_COUNT)
@@ -387,11 +401,16 @@ def add_config_flags(parser: argparse._ActionsContainer, *names: str) -> None:
 
 
 def run_parser(
-    description: str, output_path: str | None = None, steps: bool = False, without: Sequence[str] = ()
+    description: str,
+    output_path: str | None = None,
+    steps: bool = False,
+    without: Sequence[str] = (),
+    suffixes: tuple[str, ...] = (".pt",),
 ) -> Parser:
     """Return a parser with the flags of all extractions except those in `without`.
 
-    output_path is the default place of the cache; steps: also a flag for several passes.
+    output_path is the default place of the cache, or of another file with one of suffixes; steps: also a flag
+    for several passes.
     """
     parser = Parser(without, description)
     flag = parser.add_argument
@@ -404,7 +423,7 @@ def run_parser(
     flag("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir")
     add_config_flags(parser, "checkpoint_path")
     parser.exclude("no_checkpoint", "checkpoint_path")
-    flag("--output_path", default=output_path, help="where the cache goes")
+    flag("--output_path", type=output_file(suffixes), default=output_path, help="where the cache goes")
     add_config_flags(parser, "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
     flag("--size", metavar="HEIGHTxWIDTH", help="of the video in pixels, in whole patches")
     add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds", "first_frames")

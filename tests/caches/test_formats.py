@@ -318,12 +318,14 @@ def test_the_page_of_fields_names_what_is_declared():
 def test_unwritable_paths_leave_nothing_and_a_failed_write_keeps_what_was_there(tmp_path, monkeypatch):
     cache = synthetic_caches.layer()
     (tmp_path / "file").write_text("x")
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "file" / "c.pt", tmp_path / "folder", "/proc/c.pt"):
+    (tmp_path / "folder.pt").mkdir()
+    with pytest.raises(CacheError, match=r"c.png does not end in .pt, which is written there"):
+        save_cache(tmp_path / "c.png", cache)
+    for path in (tmp_path / "file" / "c.pt", tmp_path / "folder.pt", "/proc/c.pt"):
         with pytest.raises(CacheError, match="cannot be written: "):
             save_cache(path, cache)
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
-    path = tmp_path / "folder" / "c.pt"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder.pt"]
+    path = tmp_path / "folder.pt" / "c.pt"
     save_cache(path, cache)
     before = path.read_bytes()
 
@@ -406,8 +408,9 @@ def test_a_file_that_is_replaced_while_it_is_read_is_whole(tmp_path, monkeypatch
 
 def test_an_archive_behind_another_is_no_cache(tmp_path):
     for name in ("layer", "atlas"):
-        save_cache(tmp_path / name, getattr(synthetic_caches, name)())
-    (tmp_path / "two.pt").write_bytes((tmp_path / "layer").read_bytes() + (tmp_path / "atlas").read_bytes())
+        save_cache(tmp_path / f"{name}.pt", getattr(synthetic_caches, name)())
+    both = [(tmp_path / name).read_bytes() for name in ("layer.pt", "atlas.pt")]
+    (tmp_path / "two.pt").write_bytes(both[0] + both[1])
     with pytest.raises(CacheError, match="its records are not as"):
         load_cache(tmp_path / "two.pt")
 

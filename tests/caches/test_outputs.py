@@ -188,10 +188,9 @@ def short(tiny, monkeypatch):
 def test_a_script_refuses_before_the_rollout(short, tiny, tmp_path, capfd):
     notes = tmp_path / "README.md"
     notes.write_text("mine")
-    for name in ("README.md", "notes.pt"):
-        (tmp_path / name).write_text("mine")
-        refused(run_extraction_each, [*short, tmp_path / name], capfd, "no layer cache of this program")
-        refused(run_extraction_figure4, [*short, tmp_path / name], capfd, "no figure4 cache of this program")
+    (tmp_path / "notes.pt").write_text("mine")
+    for script, kind in ((run_extraction_each, "layer"), (run_extraction_figure4, "figure4")):
+        refused(script, [*short, tmp_path / "notes.pt"], capfd, f"no {kind} cache of this program")
     video = tmp_path / "mine.mp4"
     video.write_text("mine")
     flags = [*short, tmp_path / "a.pt", "--save_video", video]

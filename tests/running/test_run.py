@@ -19,12 +19,16 @@ from helpers import synthetic_caches
 from helpers.forked import exit_code, forked, refused, stopping_after
 
 from experiments import (
+    check_model,
     extract_attention_wan,
+    make_head_classes,
+    run_attribution,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
     run_extraction_figure4,
     run_intervention,
+    run_rollout,
 )
 from experiments import session as sessions
 from experiments.caches import load_cache, save_cache
@@ -65,7 +69,7 @@ def test_no_output_is_an_input_by_any_name(tmp_path, not_loading, capfd):
     """Every file that a flag names, under its own name and a symbolic link, as what is written."""
     flags = ("--config_path", "--checkpoint_path", "--prompts", "--prompt_embeds")
     for flag in flags:
-        path, link = (tmp_path / f"{name}{flag}" for name in ("file", "link"))
+        path, link = (tmp_path / f"{name}{flag}.pt" for name in ("file", "link"))
         shutil.copy("tiny.yaml", path)
         link.symlink_to(path)
         before, config = path.read_bytes(), [] if flag == "--config_path" else SHORT[:2]
@@ -73,7 +77,7 @@ def test_no_output_is_an_input_by_any_name(tmp_path, not_loading, capfd):
             for output in ("--output_path", "--log_file"):
                 refused(run_extraction_all, [*config, *SHORT[2:], flag, path, output, name], capfd, SAME)
         assert path.read_bytes() == before
-    refused(run_extraction, [*SHORT, "--output_path", "transformer/config.json"], capfd, SAME)
+    refused(run_extraction, [*SHORT, "--log_file", "transformer/config.json"], capfd, SAME)
 
 
 def test_what_a_config_names_is_read_too(tmp_path, capfd):
@@ -110,7 +114,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path):
 
 def test_what_cannot_be_written_is_refused_before_the_rollout(tmp_path, not_loading, monkeypatch):
     with pytest.raises(CacheError, match="cannot be written: File name too long"):
-        extract(tmp_path / ("n" * 245))  # too long for the file beside it
+        extract(tmp_path / f"{'n' * 242}.pt")  # too long for the file beside it
     (tmp_path / "out.pt").write_bytes(b"precious")
     with pytest.raises(CacheError, match=r"is there, and no layer cache of this program.*--overwrite"):
         extract(tmp_path / "out.pt")
@@ -120,6 +124,31 @@ def test_what_cannot_be_written_is_refused_before_the_rollout(tmp_path, not_load
     with pytest.raises(CacheError, match=r"new.pt cannot be written: it needs \d+ bytes, 4096 are free in "):
         extract(tmp_path / "new.pt")
     assert os.listdir(tmp_path) == ["out.pt"]
+
+
+@pytest.mark.parametrize(
+    "script, name, ending",
+    [
+        (run_extraction_all, "x.png", ".pt"),
+        (run_extraction, "x.json", ".pt"),
+        (run_intervention, "x.mp4", ".pt"),
+        (run_attribution, "x", ".pt"),
+        (run_rollout, "x.pt", ".mp4"),
+        (check_model, "x.pt", ".svg or .pdf or .png"),
+        (make_head_classes, "x.pt", ".csv or .npz"),
+    ],
+)
+def test_an_output_ends_as_what_is_written_there(script, name, ending, tmp_path, capfd):
+    message = f"{name} does not end in {ending}, which is written there"
+    refused(script, ["--output_path", tmp_path / name], capfd, message)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_missing_lora_is_named_before_what_a_file_there_has(tmp_path, not_loading, capfd):
+    path = tmp_path / "out.pt"
+    save_cache(path, synthetic_caches.layer())
+    flags = [*SHORT, "--output_path", path, "--lora", tmp_path / "nofile.safetensors"]
+    refused(run_extraction_each, flags, capfd, "the LoRA .*nofile.safetensors not found")
 
 
 # --- Kills and locks
