@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 import experiments.figures.style as st
 from experiments.analysis.stats import Interval, percent, signed
 
-NAMES_NOTE = "policy a/b: a window of a latent frames, b of them the first of the video (a sink)"
+NAMES_NOTE = "9/3: a window of 9 latent frames, 3 of them the first of the video (a sink)"
 CONTROLS_NOTE = "grey: controls, scored by the same judge"
 
 

@@ -113,17 +113,18 @@ def test_the_sets_of_heads_are_recounted_of_the_answers_and_told():
 
 def test_the_page_has_the_shares_of_long_rollouts():
     page, results = article("long_rollouts"), numbers_of("long_rollouts/results.json")
-    rows = [
-        line.split("|")[1:-1] for line in page.splitlines() if re.match(r"\| [\w/ ]+ \| 0\.\d\d \(", line)
-    ]
-    names = {policy["name"]: policy for policy in results["policies"].values()}
-    tested = [[cell.strip() for cell in row] for row in rows if len(row) == 6 and row[0].strip() in names]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    names = {policy["name"]: (label, policy) for label, policy in results["policies"].items()}
+    tested = [row for row in rows if len(row) == 5 and re.match(r"0\.\d\d \(", row[2])]
     assert len(tested) >= 9
-    for name, right, _, *cells, _ in tested:
-        measures = names[name]["measures"]
+    for name, sizes, right, motion, _ in tested:
+        label, policy = names[f"{name.strip('*')} {sizes.replace(', ', '/')}".strip()]
+        measures = policy["measures"]
         estimate, low, high = measures["right"]
         assert right == f"{estimate:.2f} ({low:.2f} to {high:.2f})"
-        assert cells == [f"{measures[measure][0]:.2f}" for measure in ("visible", "motion")], name
+        assert motion == f"{measures['motion'][0]:.2f}", name
+        p_holm = results["against_full"].get(label, {"p_holm": 1})["p_holm"]
+        assert p_holm <= 0.0021 if name.startswith("*") else p_holm >= 0.19
 
 
 def test_the_page_has_the_contrasts_of_an_empty_past():
@@ -153,6 +154,16 @@ def empty_past_of_answers():
     return report
 
 
+NAMES_OF_POLICIES = {
+    "full": "full cache",
+    "9/0": "window of 9",
+    "9/3": "window of 9, sink of 3",
+    "21/0": "window of 21",
+    "21/3": "window of 21, sink of 3",
+    "rendered": "control: rendered scenes",
+}
+
+
 def test_the_page_has_what_drift_loses():
     page, report = article("long_rollouts"), numbers_of("long_rollouts/drift_losses.json")
     computed = drift_losses.findings_of(report["trainings"])
@@ -160,8 +171,9 @@ def test_the_page_has_what_drift_loses():
     for name, row in report["policies"].items():
         measures = ("visible", "right | visible", "color | visible", "motion", "motion | visible")
         told = [row[measure]["all"][0] for measure in measures]
-        told += [row[f"visible, {kind}"] for kind in ("wall", "crossing")]
-        assert f"| {name} | {' | '.join(f'{value:.2f}' for value in told)} |" in page
+        assert f"| {NAMES_OF_POLICIES[name]} | {' | '.join(f'{value:.2f}' for value in told)} |" in page
+    walls = (report["policies"][name]["visible, wall"] for name in ("9/0", "9/3"))
+    assert "from {:.2f} to {:.2f} at 9 frames".format(*walls) in page
     for name, one in report["contrasts"].items():
         estimate, low, high = one["t"]
         if name[0] in "56":  # told as what is lost
