@@ -23,6 +23,7 @@ from experiments.progress import observed
 from experiments.session import load
 from wan.config import CARDS, RunConfig
 from wan.errors import ConfigError
+from wan.files import DOWNLOAD_HINT, require_file
 
 # The log of the published run names an L40. It may have been made on another card.
 TRIED = ("L40", "released", *(card for card in CARDS if card != "L40"))
@@ -30,6 +31,7 @@ TRIED = ("L40", "released", *(card for card in CARDS if card != "L40"))
 # below one of the others. r is the median over heads, own the share of heads most like themselves.
 ALIKE, OTHER_R, OTHER_OWN = 0.985, 0.80, 0.30
 PUBLISHED = ("Wan2.1-T2V-1.3B",)  # models of which attention is published
+WITHOUT_WEIGHTS = f"get it, {DOWNLOAD_HINT}; or rehearse without it, python experiments/rehearse_release.py"
 VERDICTS = ("attends alike", "differs like another prompt", "wrong")
 # Seen above ALIKE, too, on the miniature
 FALSE_PASSES = "3 of 4 videos of another seed and 23 of 96 of faulty models"
@@ -190,9 +192,11 @@ def read_references(args: argparse.Namespace, config: RunConfig) -> tuple[list[R
     # 1. The files: the user's, or those that are published.
     if not args.reference and config.model not in PUBLISHED:
         raise ConfigError(
-            f"no published curves exist for {config.model}; make an atlas of it by run_extraction_all.py, "
-            "and name it by --reference"
+            f"no published curves exist for {config.model}; make an atlas of it, python experiments/"
+            f"run_extraction_all.py --config_path {args.config_path}, and give --reference cache/atlas.pt"
         )
+    if not args.reference:
+        require_file(config.ckpt_dir, WITHOUT_WEIGHTS, is_folder=True)
     names = [f"self_forcing_dmd_{name}_{args.frames}f.pt" for name in ("eagle", "castle")]
     paths = [published.path_of(name) for name in names]
     if args.reference:

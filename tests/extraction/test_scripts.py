@@ -28,7 +28,7 @@ from experiments.studies import model_check
 from wan import checkpoint
 from wan.capture import CapturedCall, Pass, Site
 from wan.config import MODELS, WAN_NEGATIVE_PROMPT, ModelConfig, load_config
-from wan.errors import ConfigError
+from wan.errors import CheckpointError, ConfigError
 from wan.keys import later_block
 
 BASE = extract_attention_wan, ["--ckpt_dir", "checkpoints/wan-mini"], "--output_dir"
@@ -218,8 +218,16 @@ def test_the_miniature_agrees_with_itself_and_its_base_weights_do_not(tmp_path, 
     assert "All heads, ordered" in figure.read_text()
     with pytest.raises(RunError, match="wan-mini is wrong"):
         check_model.run([*flags, "--no_checkpoint"])
-    with pytest.raises(ConfigError, match=r"make an atlas of it .* and name it by --reference"):
+    with pytest.raises(ConfigError, match=r"make an atlas of it, python .*, and give --reference cache"):
         check_model.run(ON_CPU)
+
+
+def test_a_check_without_weights_names_no_other_model():
+    """The miniature has no published heads, so that its config would end in another error."""
+    with pytest.raises(CheckpointError, match=r"rehearse without it, python experiments/(\w+).py$") as caught:
+        check_model.run(["--ckpt_dir", "nowhere"])
+    assert "get it, bash experiments/download_weights.sh;" in str(caught.value)
+    assert (ROOT / "experiments/rehearse_release.py").is_file()
 
 
 def test_the_borders_of_a_models_check_separate_what_was_measured():
