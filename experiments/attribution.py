@@ -253,6 +253,7 @@ def attribute(
     blocks: Any = None,
     steps: Any = None,
     integrated: int = 1,
+    branch: str | None = None,
     **call: Any,
 ) -> "Scores":
     """Estimate how patching a site from the source run would change the metric of the same pass's x0.
@@ -272,6 +273,7 @@ def attribute(
         blocks: likewise.
         steps: likewise; -1 is the last denoising step.
         integrated: average gradients over that many points between the inputs of both runs.
+        branch: "cond" or "uncond", of a pipeline with guidance; None: cond.
         **call: further arguments of a pipeline.
 
     Raises:
@@ -287,10 +289,11 @@ def attribute(
             raise errors.ConfigError(
                 "integrated is 1 for a pipeline, whose passes cannot run again: leave it out"
             )
-        if seed is not None:
-            call["generator"] = torch.Generator().manual_seed(seed)
-        call["prompt"] = prompt
-        return _attribute_pipeline(session, call, source, metric, tuple(sites), chosen)
+        call = session.seeded({"prompt": prompt} | call, seed)
+        recorder = Attribution(tuple(sites), **chosen, metric=metric, branch=branch or "cond")
+        return _attribute_pipeline(session, call, source, recorder)
+    if branch is not None:
+        raise errors.ConfigError("branch is of a pipeline's guidance, which causal runs lack: leave it out")
     for name in call:
         raise errors.ConfigError(
             f"attribute knows no {errors.short_repr(name)}; a pipeline takes its own arguments"
@@ -325,7 +328,7 @@ def attribute(
     # 3. The run itself, whose passes are differentiated as they come.
     with watched(recorder), recorder.calls_of(session.model):
         run = session.generate(config=config)
-    return Scores(scores_cache(recorder, run, source, metric))
+    return Scores(scores_cache(recorder, run, source))
 
 
 def check_patches(sites: Sequence[str], source: interventions.Source, config: Any) -> None:
@@ -353,29 +356,33 @@ def _attribute_pipeline(
     session: PipelineSession,
     call: dict[str, Any],
     source: interventions.Source,
-    metric: Metric | None,
-    sites: tuple[str, ...],
-    chosen: Chosen,
+    recorder: Attribution,
 ) -> "Scores":
     """Attribute as attribute() does, between two calls of a pipeline."""
-    recorder = Attribution(sites, **chosen, metric=metric)
+    sites, layers, steps = recorder.sites, recorder.layers, recorder.steps
     recorder.models = session.models_watched
     with session.opened():
         # 1. Refuse before anything runs.
         check_gradients(session, recorder)
+        session.check_call((), call)
         planned = session.plan((), call)
         check_patches(sites, source, planned.configs[0])
         # 2. The source: its activations at sites, and its x0.
         of_call = session.replaced(call=planned, config=planned.configs[0])
         recorder.source = source_activations(
             *source_of(of_call, planned.configs[0], source),
-            SiteCapture(sites, **chosen, to=None),
-            SiteCapture(("x0",), steps=chosen["steps"], to=None),
+            SiteCapture(sites, layers, steps=steps, to=None),
+            SiteCapture(("x0",), steps=steps, to=None),
         )
         # 3. The run itself, whose passes are differentiated as they come.
         with watched(recorder):
             run = session.generate(**call)
-    return Scores(scores_cache(recorder, run, source, metric))
+    if not recorder.scores:
+        branches = sorted(branch for branch in recorder.branches if branch is not None)
+        raise errors.ConfigError(
+            f"branch {errors.short_repr(recorder.branch)} is not in the run; it has {', '.join(branches)}"
+        )
+    return Scores(scores_cache(recorder, run, source))
 
 
 def make_scores(args: argparse.Namespace, config: RunConfig) -> None:
@@ -392,26 +399,28 @@ def make_scores(args: argparse.Namespace, config: RunConfig) -> None:
         watch.print(scores.table())
 
 
-def scores_cache(
-    recorder: Attribution, run: Run, source: interventions.Source, metric: Metric | None
-) -> Record:
-    """Return the scores of a run as a cache; metric is the user's, None: towards the source's x0."""
-    # 1. Scores of each site, [layers, passes, heads or 1].
+def scores_cache(recorder: Attribution, run: Run, source: interventions.Source) -> Record:
+    """Return the scores of a run as a cache."""
+    # 1. Scores of each site, [layers, passes, heads or 1]; NaN where a layer has no such site.
     passes = list(dict.fromkeys(place.at for place in recorder.scores))
     layers = sorted({place.layer or 0 for place in recorder.scores})
     if recorder.layers is not None:
         layers = list(recorder.layers)
     sites = []
     for site in recorder.sites:
+        known = [score for place, score in recorder.scores.items() if place.site == site]
+        if not known:
+            continue
+        absent = torch.full_like(known[0], torch.nan)
         of_layers = []
         for layer in layers:
-            of_passes = [recorder.scores[ActivationSite(site, layer, at)] for at in passes]
+            of_passes = [recorder.scores.get(ActivationSite(site, layer, at), absent) for at in passes]
             of_layers.append(torch.stack(of_passes))
         sites.append({"site": site, "scores": torch.stack(of_layers)})
     # 2. The name of the metric.
     metric_name = "towards"
-    if metric is not None:
-        metric_name = getattr(metric, "__qualname__", type(metric).__name__)
+    if not recorder.follows_source:
+        metric_name = getattr(recorder.metric, "__qualname__", type(recorder.metric).__name__)
     cache = {
         **run.common,
         "format": "attribution",
@@ -434,6 +443,8 @@ def scores_cache(
 
 class Scores(dict[str, Tensor]):
     """Attribution scores by site, [layers, passes, heads or 1] in units of the metric.
+
+    A layer without a site, such as a single-stream layer without mlp_out, has NaN there.
 
     Examples:
         >>> scores = attribute(session, prompt, seed=1, source=Source(prompt=other), blocks=[1], steps=[3])
@@ -477,6 +488,7 @@ class Scores(dict[str, Tensor]):
             for site in self
             for layer, heads in zip(self.layers, self[site].mean(1).tolist(), strict=True)
             for head, score in enumerate(heads)
+            if score == score  # NaN: the layer has no such site
         ]
         return table(sorted(rows, key=lambda row: -abs(row["score"]))[:count])
 
@@ -494,6 +506,9 @@ class Scores(dict[str, Tensor]):
         if len(self.passes) != 1:
             passes = f"{len(self.passes)} passes"
         own = f"{prompt_in_words(cache['prompt'])}, {seed_in_words(cache['seed'])}"
+        branches = sorted({branch for branch in cache.get("pass_branches", ()) if branch is not None})
+        if branches:
+            passes += f", branch {' and '.join(branches)}"
         return f"{own}, towards {theirs}; {cache['metric']}, mean of {passes}"
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:

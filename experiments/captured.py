@@ -1122,8 +1122,6 @@ def x0_lens(
     if isinstance(session, pipeline_session.PipelineSession):
         if rows is not None:
             raise errors.ConfigError("a pipeline makes all frames at once, not in blocks: leave blocks out")
-        if seed is not None:
-            call["generator"] = torch.Generator().manual_seed(seed)
         of_passes = dict[tuple[int, int, int], Tensor]()
         with session.opened(), ExitStack() as stack:
             check_capture(session, SiteCapture(("resid_post",), chosen), streams=True)
@@ -1132,7 +1130,7 @@ def x0_lens(
                 lens.models = frozenset([id(model)])
                 stack.enter_context(watching.watched(lens))
                 stack.enter_context(lens.hooked())
-            run = session.generate(prompt, **call)
+            run = session.generate(prompt, seed=seed, **call)
         return Lens(run, of_passes, None)
     errors.require_ascending("blocks", rows, "blocks come in the order of the rollout")
     if session.bidirectional or session.config.sampler != "blocks":

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from experiments.analysis import prompt_words
 from experiments.caches.files import RunError
 from experiments.extraction.video import to_pixels
-from wan import compiled, diffusers_capture
+from wan import compiled, diffusers_capture, diffusers_passes
 from wan.config import RunConfig
-from wan.diffusers_latents import frames_at
+from wan.diffusers_latents import frames_at, unpacked
 from wan.errors import short_repr
 from wan.interventions import Edit
 
@@ -381,7 +381,7 @@ class NotedLatents:
         def noting(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
             latents = output[0] if isinstance(output, tuple) else output.prev_sample
-            self.chunks[:] = [latents]
+            self.chunks[:] = [self._unpacked(latents)]
             return output
 
         scheduler.step = noting
@@ -397,8 +397,15 @@ class NotedLatents:
         if latents is not None:
             if step == 0 or not self.chunks:
                 self.chunks.append(latents)
-            self.chunks[-1] = latents
+            self.chunks[-1] = self._unpacked(latents)
         return {}
+
+    def _unpacked(self, latents: Tensor) -> Tensor:
+        """Return latents by the variables of the pipeline's method that runs now, [B, C, F, h, w]."""
+        if latents.ndim != 3:
+            return latents
+        model = next(iter(diffusers_capture.transformers_of(self.pipe).values()))
+        return unpacked(latents, diffusers_passes.told_of(model, self.pipe).variables)
 
     def of(self, output: object) -> Tensor:
         """Return the latents of a call as its scheduler has them; an empty tensor where nobody knows them."""

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,7 +129,7 @@ class PipelineSession(rollouts.AnySession):
     """A pipeline of diffusers that makes runs, or a transformer alone, which has all but generate().
 
     >>> session = load(WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers"))
-    >>> run = session.generate("a red circle", num_inference_steps=20, generator=torch.Generator())
+    >>> run = session.generate("a red circle", seed=42, num_inference_steps=20)
     >>> run.latents.shape, run.common["scheduler"]["class"]
     >>> session.models  # its transformers by name, two where it has two experts
     """
@@ -140,8 +140,6 @@ class PipelineSession(rollouts.AnySession):
 
     def __init__(self, pipe: Any):
         self.pipe = pipe
-        self.models: dict[str | None, nn.Module] = diffusers_capture.transformers_of(pipe)
-        self.ids = self.models_watched = frozenset(map(id, self.models.values()))
         self.config = pipeline_calls.PipelineConfig(model=pipeline_calls.name_of(pipe))
         self.call: pipeline_calls.PipelineCall | None = (
             None  # the one that runs, of a session that an edit rolls out by
@@ -153,6 +151,20 @@ class PipelineSession(rollouts.AnySession):
 
     # --- Its parts
     @property
+    def models(self) -> dict[str | None, nn.Module]:
+        """The transformers by name, as the pipeline has them now."""
+        return diffusers_capture.transformers_of(self.pipe)
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """The ids of the transformers."""
+        return frozenset(map(id, self.models.values()))
+
+    @property
+    def models_watched(self) -> frozenset[int]:
+        return self.ids
+
+    @property
     def model(self) -> Any:
         """The transformer, the first of two."""
         return next(iter(self.models.values()))
@@ -162,7 +174,7 @@ class PipelineSession(rollouts.AnySession):
         """Where the pipeline computes."""
         return getattr(self.pipe, "_execution_device", None) or self.model.device
 
-    @cached_property
+    @property
     def model_config(self) -> PipelineSizes:
         """Numbers of layers and heads, as far as they are known."""
         layers = diffusers_capture.count_layers(self.model)
@@ -187,9 +199,32 @@ class PipelineSession(rollouts.AnySession):
         raise errors.ConfigError("a source of a pipeline is another prompt or seed of it; leave weights out")
 
     # --- Videos
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the pipeline with its own arguments -> the run, or a list of runs of several videos."""
+    def generate(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+        """Call the pipeline with its own arguments -> the run, or a list of runs of several videos.
+
+        seed is that of a new generator on the pipeline's device.
+        """
         rollouts.require_no_run()
+        kwargs = self.seeded(kwargs, seed)
+        self.check_call(args, kwargs)
+        with ExitStack() as stack:
+            if self.is_watched():  # a compiled transformer stays compiled where nobody looks
+                stack.enter_context(self.opened())
+            runs, _ = self.make(original_call(self.pipe), args, kwargs)
+        if len(runs) == 1:
+            return runs[0]
+        return runs
+
+    def seeded(self, arguments: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
+        """Return a call's arguments with a new generator of the seed, on the pipeline's device."""
+        if seed is None:
+            return dict(arguments)
+        if arguments.get("generator") is not None:
+            raise errors.ConfigError("seed and generator both make the noise: leave one out")
+        return dict(arguments) | {"generator": torch.Generator(self.device).manual_seed(seed)}
+
+    def check_call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Raise ConfigError for arguments that the pipeline does not take."""
         if isinstance(self.pipe, nn.Module):
             raise errors.ConfigError(f"{type(self.pipe).__name__} alone makes no video: load its pipeline")
         signature, title = pipeline_calls.signature_of(self.pipe), type(self.pipe).__name__
@@ -200,13 +235,6 @@ class PipelineSession(rollouts.AnySession):
             signature.bind(self.pipe, *args, **kwargs)
         except TypeError as error:
             raise errors.ConfigError(f"{title}: {error}") from None
-        with ExitStack() as stack:
-            if self.is_watched():  # a compiled transformer stays compiled where nobody looks
-                stack.enter_context(self.opened())
-            runs, _ = self.make(original_call(self.pipe), args, kwargs)
-        if len(runs) == 1:
-            return runs[0]
-        return runs
 
     def make(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[rollouts.Run], Any]:
         """Call the pipeline under all who watch it in this context -> a run for each video, what it returned.

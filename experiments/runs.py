@@ -88,9 +88,11 @@ class AnySession(ABC):
 
     kind = "session"  # how messages name it
     can_nest = False  # several captures of activations at once
-    models_watched: frozenset[int] | None = (
-        None  # ids of its transformers; None: edits of it are of any model
-    )
+
+    @property
+    def models_watched(self) -> frozenset[int] | None:
+        """The ids of its transformers; None: edits of it are of any model."""
+        return None
 
     def opened(self, layout: Any = None) -> AbstractContextManager[None]:
         """Let captures and edits see this session's model while the context lasts."""

@@ -4,6 +4,7 @@ Sites x_t, flow and x0 have axes [B, F, C, h, w] for every family, of the video'
 a forward's own output, before guidance: x0 = a·x_t + b·output, by the prediction type of the scheduler.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,21 @@ def latents_by_frame(model: nn.Module, x: Tensor, shape: Sequence[int] = ()) -> 
         _, frames, _, rows, columns = shape
     x = x[:, : frames * rows * columns]
     return x.unflatten(1, (frames, rows, columns)).permute(0, 1, 4, 2, 3)
+
+
+def unpacked(latents: Tensor, variables: Mapping[str, Any]) -> Tensor:
+    """Return a sampler's packed latents [B, L, C] as [B, C, F, h, w], by its pipeline's variables.
+
+    LTX's pipelines say sizes and how many tokens of conditions lie in front; others stay as they are.
+    """
+    sizes: list[Any] = [variables.get(f"latent_{name}") for name in ("num_frames", "height", "width")]
+    if latents.ndim != 3 or None in sizes:
+        return latents
+    first = variables.get("extra_conditioning_num_latents") or 0
+    tokens = latents[:, first : first + math.prod(sizes)]
+    if tokens.shape[1] < math.prod(sizes):  # of patches
+        return latents
+    return tokens.unflatten(1, sizes).permute(0, 4, 1, 2, 3)
 
 
 class Window:

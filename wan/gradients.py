@@ -203,6 +203,11 @@ class Gradients(Watcher):
         if not (records and ends[self.through]):
             return x0
         graph = self._open.pop(self._key(at))
+        if not graph.nodes:  # as of mlp_out in single-stream layers
+            raise errors.ConfigError(
+                f"no layer that was chosen has {' or '.join(self.sites)} in step {at.step}: choose other "
+                "layers or sites"
+            )
         graph.x0, graph.is_shared = x0, bool(self._open)
         if self.through == "rollout":
             graph.x0 = torch.cat(self._finished, 1)
@@ -403,6 +408,7 @@ class Attribution(Gradients):
     """
 
     source: Mapping[ActivationSite, Tensor] = field(default_factory=dict)
+    branch: str | None = None  # of guidance, the only one that is scored; None: all
     points: int = 1
     sigmas: Sequence[float] = ()  # by step, where there are several points
     scores: dict[ActivationSite, Tensor] = field(default_factory=dict)  # [H] of sites with heads, else [1]
@@ -411,9 +417,10 @@ class Attribution(Gradients):
     def __post_init__(self) -> None:
         super().__post_init__()
         # With a metric each graph is freed as soon as it is complete; _metric() says which one counts
-        self._follows_source = self.metric is None
+        self.follows_source = self.metric is None
         self.metric = self.metric or Tensor.sum
         self._own: dict[ActivationSite, Tensor] = {}
+        self.branches: list[str | None] = []  # of the passes that came
         self._call: ModelCall | None = None
         self._runs_again = False
 
@@ -430,14 +437,20 @@ class Attribution(Gradients):
         finally:
             handle.remove()
 
-    def records(self, at: Pass | None) -> bool:
-        return (self.points == 1 or self._runs_again) and super().records(at)
-
-    def hides(self, layer: int, at: Pass | None) -> bool:
+    def _scores(self, at: Pass | None) -> bool:
+        """Return whether a pass is scored; one whose branch nobody tells is of any."""
+        if at is not None and self.branch is not None and at.branch not in (None, self.branch):
+            return False
         return super().records(at)
 
+    def records(self, at: Pass | None) -> bool:
+        return (self.points == 1 or self._runs_again) and self._scores(at)
+
+    def hides(self, layer: int, at: Pass | None) -> bool:
+        return self._scores(at)
+
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
-        if at is None or site not in self.sites or not super().records(at):
+        if at is None or site not in self.sites or not self._scores(at):
             return False
         return asks_for(self, layer, at)
 
@@ -446,12 +459,14 @@ class Attribution(Gradients):
         self.scores, self.reached, self._own = {}, [], {}
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
+        if where.site == "x_t" and where.branch not in self.branches:
+            self.branches.append(where.branch)
         if self.points == 1 or self._runs_again or isinstance(x, Call):
             return super().on_activation(x, where)
         # The plain pass, whose activations are the run's own; behind it the passes that are recorded.
         if self.wants(where.site, where.layer, where.at):
             self._own[where] = x.detach().clone()
-        if where.site == "x0" and super().records(where.at):
+        if where.site == "x0" and self._scores(where.at):
             self._run_again(x, where)
         return None
 
@@ -503,12 +518,15 @@ class Attribution(Gradients):
 
     def _metric(self, where: ActivationSite) -> Metric:
         """Return the metric of a pass: what was given, or the way from the own x0 to the source's."""
-        if not self._follows_source:
+        if not self.follows_source:
             assert self.metric is not None
             return self.metric
         start = self._own_x0.double()
         way = self.of("x0", None, where).double() - start
-        return lambda x0: ((x0.double() - start) * way).sum() / way.square().sum()
+        length = way.square().sum()
+        if length == 0:  # both runs have the same x0 so far: nothing moves it, 0
+            length = length + 1
+        return lambda x0: ((x0.double() - start) * way).sum() / length
 
     def _differentiate(self, graph: Graph, metric: Metric, retain_graph: bool) -> None:
         where = next(iter(graph.nodes))

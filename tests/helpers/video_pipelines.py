@@ -140,6 +140,28 @@ def cosmos_with_text() -> Pipe:
     return pipe, given | {"prompt": "a circle", "negative_prompt": "dark", "max_sequence_length": 16}
 
 
+def ltx() -> Pipe:
+    """Whose latents are packed; a T5 of random weights reads the prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    sizes = T5Config(vocab_size=len(tokenizer), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    model = diffusers.LTXVideoTransformer3DModel(
+        **HEADS, in_channels=4, out_channels=4, cross_attention_dim=48, caption_channels=8
+    )
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
+    )  # fmt: skip
+    pipe = diffusers.LTXPipeline(
+        tokenizer=tokenizer,
+        text_encoder=T5EncoderModel(sizes).eval(),
+        transformer=model.eval(),
+        vae=vae.eval(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+    given = {"prompt": "a circle", "num_frames": 17, "num_inference_steps": 2, "max_sequence_length": 16}
+    return _quiet(pipe), given | {"height": 64, "width": 96}
+
+
 TEMPLATE = {"template": "a red square: {}</s>", "crop_start": 4}
 
 

@@ -14,6 +14,7 @@ from helpers.video_transformers import made
 from experiments import (
     ActivationStore,
     Atlas,
+    Scores,
     Source,
     attribute,
     capture,
@@ -25,6 +26,7 @@ from experiments import (
 )
 from experiments.caches.files import CacheError, RunError
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
+from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Patch, at
 from wan.sites import Pass
 
@@ -414,6 +416,46 @@ def test_attribution_of_a_pipeline_takes_its_arguments(pipeline):
     assert scores.cache["metric_source"] == pytest.approx([1.0], abs=1e-5)
 
 
+def test_attribution_scores_the_branch_of_the_prompt(pipeline):
+    """With guidance on, where the runs' other branches are equal in the first step."""
+    given = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2, "max_sequence_length": 16}
+    given |= {"prompt": "a circle", "seed": 1, "source": Source(prompt="a red square")}
+    found = {branch: attribute(pipeline, branch=branch, **given) for branch in (None, "uncond")}
+    assert found[None].cache["pass_branches"] == ["cond", "cond"]
+    assert found[None].cache["metric_source"] == pytest.approx([1, 1], abs=1e-5)
+    assert "2 passes, branch cond" in repr(found[None])
+    assert found["uncond"].cache["metric_source"] == pytest.approx([0, 1], abs=1e-5)
+    assert found["uncond"]["z"][:, 0].eq(0).all() and found["uncond"]["z"][:, 1].any()
+    for wrong, problem in (({"branch": "x"}, "it has cond, uncond"), ({"brnch": 1}, "takes no 'brnch'")):
+        with pytest.raises(ConfigError, match=problem):
+            attribute(pipeline, **given | wrong)
+
+
+def test_attribution_leaves_out_sites_that_a_layer_lacks(tmp_path):
+    """The second layer is a single-stream one."""
+    pipe, given = video_pipelines.hunyuan()
+    source = Source(prompt="a red square")
+    scores = attribute(pipe, seed=1, source=source, **given)
+    assert scores["z"].isfinite().all()
+    assert scores["mlp_out"].isfinite().flatten(1).all(1).tolist() == [True, False]
+    assert "nan" not in scores.table() and scores.plot()
+    path = scores.save(tmp_path / "scores.pt")
+    assert Scores.open(path)["mlp_out"].isnan().any()
+    assert list(attribute(pipe, seed=1, source=source, layers=[1], **given)) == ["z"]
+    with pytest.raises(ConfigError, match="no layer that was chosen has mlp_out in step 0"):
+        attribute(pipe, seed=1, source=source, layers=[1], sites=["mlp_out"], **given)
+
+
+def test_a_seed_makes_a_new_generator(pipeline):
+    given = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 1, "max_sequence_length": 16}
+    session = load(pipeline)
+    run = session.generate("a circle", seed=3, **given)
+    same = session.generate("a circle", generator=torch.Generator().manual_seed(3), **given)
+    assert run.config.seed == 3 and torch.equal(run.latents, same.latents)
+    with pytest.raises(ConfigError, match="leave one out"):
+        session.generate("a circle", seed=3, generator=torch.Generator(), **given)
+
+
 # --- Weights as they are
 def test_changed_weights_are_others(pipeline, tmp_path):
     pipeline = small_wan_pipeline()
@@ -454,6 +496,17 @@ def test_changed_weights_are_others(pipeline, tmp_path):
     refused = pytest.raises(CacheError, match="live_weights")
     with refused, capture(other, "z", layers=[1], stream_to=tmp_path):
         call(other)
+
+
+def test_a_session_reads_the_transformer_that_the_pipeline_has(pipeline):
+    pipeline = small_wan_pipeline()
+    session = load(pipeline)
+    pipeline.transformer = type(pipeline.transformer)(**pipeline.transformer.config).eval()
+    with capture(session, layers=[1]) as seen:
+        call(pipeline)
+    with intervene(session, Knockout(frames=0, passes="all")) as edits:
+        call(pipeline)
+    assert seen.atlas()["weights"] == "changed" and edits.changed == [2]
 
 
 def test_two_experts_have_one_session(pipeline):
@@ -499,6 +552,20 @@ def test_the_lens_of_the_last_layer_is_the_steps_x0(pipeline):
         assert not torch.allclose(lens.latents[0, 0, step], own, atol=1e-2)
     assert lens.distance.shape == (2, 1, 2) and lens.frames(0, 0, 1).shape == (9, 64, 64, 3)
     assert lens.run.common["weights"] == "pipeline"
+
+
+def test_packed_latents_are_those_of_frames():
+    """Of LTX, whoever watches: a run of it can be compared with an edited one."""
+    pipe, given = video_pipelines.ltx()
+    session = load(pipe)
+    run = session.generate(seed=3, **given)
+    with capture(session, layers=[1]) as seen:
+        same = session.generate(seed=3, **given)
+    with intervene(session, Knockout(frames=0, passes="all")):
+        edited = session.generate(seed=3, **given)
+    assert run.latents.shape == (1, 3, 4, 2, 3) and torch.equal(run.latents, same.latents)
+    assert run.config.num_frames == 3 and seen.atlas()["num_frames"] == 3
+    assert compare(run, edited).psnr.isfinite().all()
 
 
 # --- Other families: what a call of the pipeline returned is what its run and atlas are of
