@@ -22,8 +22,8 @@ def run(argv=None):
     flag("--clips", type=cli.count, default=96, help="held-out clips of 81 frames for the VAE's PSNR")
     flag("--workers", type=cli.whole_number, help="processes that judge videos; one a core where left out")
     flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    report = Path("checkpoints/wan-mini/evaluation.json")
-    flag("--output_path", type=Path, default=report, help="where the report goes")
+    report = "checkpoints/wan-mini/evaluation.json"
+    flag("--output_path", type=cli.output_file((".json",)), default=report, help="where the report goes")
     flag("--overwrite", action="store_true", help="replace a report that is there")
     args = parser.parse_args(argv)
 
@@ -34,13 +34,14 @@ def run(argv=None):
         settings["ckpt_dir"] = args.ckpt_dir
         settings["checkpoint_path"] = f"{args.ckpt_dir}/self_forcing_mini.pt"
     config = load_config(args.config_path, settings)
-    partial = args.output_path.with_name(f"{args.output_path.name}.partial")
-    files.require_writable(args.output_path)
+    output = Path(args.output_path)
+    partial = output.with_name(f"{output.name}.partial")
+    files.require_writable(output)
     files.require_writable(partial)
-    outputs.require_replaceable(args.output_path, outputs.Contents("report"), overwrite=args.overwrite)
+    outputs.require_replaceable(output, outputs.Contents("report"), overwrite=args.overwrite)
     # Workers fork: nothing has touched a GPU yet.
     report = evaluate(config, args.captions, args.clips, partial, args.workers)
-    files.save_report(report, args.output_path)
+    files.save_report(report, output)
     print("VAE:", report["vae"])
     for name, part in report["captions"].items():
         for source, result in part["shares"].items():

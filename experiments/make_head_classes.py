@@ -39,8 +39,10 @@ def run(argv=None):
     flag("--block", type=cli.count, default=1, help="the block that dummy classifies by (ar_start)")
     args = parser.parse_args(argv)
     rolls_out = args.rule == "triattention"
-    if rolls_out == bool(args.atlas):
-        raise ConfigError("give an atlas, but for --rule triattention, which rolls --config_path out")
+    if rolls_out and args.atlas:
+        raise ConfigError(f"--rule triattention rolls --config_path out; leave {args.atlas} out")
+    if not rolls_out and not args.atlas:
+        raise ConfigError(f"--rule {args.rule} takes an atlas: give its path")
     if args.rule not in COUNTED:
         cli.require_effect(args, ["num"], f"on rule {args.rule}")
     if args.rule != "dummy":

@@ -40,10 +40,12 @@ from experiments.caches.outputs import facts_of_model
 from wan import backends, checkpoint, errors, lora
 from wan.config import DType, ModelConfig, RunConfig
 from wan.config import device_name as device_setting
+from wan.files import require_file
 from wan.identity import NUMBERS, UNNAMED, identity_of_class
 from wan.interventions import config_edits
 from wan.policies import policy_classes
 
+FRAMES_HINT = "give latents (.pt, .safetensors), an mp4 or a picture"
 HASHES = "cache/weights_sha256.json"  # of files of weights that were hashed
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
@@ -314,7 +316,8 @@ def edit_files(config: RunConfig, edits: Sequence[Any]) -> list[str]:
                 file = checkpoint.part_file(config.ckpt_dir, "transformer")
             files.append(str(file))
     if config.first_frames:
-        files.append(config.first_frames)
+        with errors.in_context("first_frames"):
+            files.append(str(require_file(config.first_frames, FRAMES_HINT)))
     return files
 
 

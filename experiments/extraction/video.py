@@ -334,9 +334,7 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
     if isinstance(source, (str, Path)):
         name, path = f"first_frames {source}", Path(source)
         if not isfile(path):  # False for a name that is too long
-            raise errors.ConfigError(
-                f"{name} not found; give latents (.pt, .safetensors), an mp4 or a picture"
-            )
+            raise errors.ConfigError(f"{name} not found; {provenance.FRAMES_HINT}")
         if path.suffix in (".pt", ".pth", ".safetensors"):
             latents = read_latents(path, name, remedy=f"give latents {form}")
         else:

@@ -151,6 +151,11 @@ def test_a_missing_lora_is_named_before_what_a_file_there_has(tmp_path, not_load
     refused(run_extraction_each, flags, capfd, "the LoRA .*nofile.safetensors not found")
 
 
+def test_missing_first_frames_are_no_missing_weights(tmp_path, not_loading, capfd):
+    flags = [*SHORT, "--output_path", tmp_path / "out.pt", "--first_frames", "nofile"]
+    refused(run_extraction_all, flags, capfd, "first_frames: nofile not found; give latents .* or a picture$")
+
+
 # --- Kills and locks
 @pytest.mark.beside
 def test_sigkill_at_any_moment(tmp_path):
