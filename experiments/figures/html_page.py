@@ -45,10 +45,24 @@ STATISTICS = ("first", "middle", "last", "delta", "ratio")
 # What the page says of a kind of heads, beside it
 SIGNS = "q·k is positive for {} % of the pairs of a query frame and a frame of an earlier block"
 KIND_MEANINGS = {
-    "anchor": SIGNS.format("at least {anchor:.0f}"),
+    "anchor": SIGNS.format("at least {anchor:.0f}") + ", and its mean at frame 0 is not negative",
     "wave": SIGNS.format("{veil:.0f} to {anchor:.0f}"),
     "veil": SIGNS.format("at most {veil:.0f}"),
     "positive": SIGNS.format("at least {anchor:.0f}") + ", but its mean at frame 0 is negative",
+}
+# Title, unit and meaning of measures whose rows of MEASURES need their formulas beside them
+PLAIN = {
+    "log_mass_effect": (
+        "first-frame effect on mass",
+        "natural log of a factor",
+        "a factor times the mass that query frame and distance explain is the mass on frame 0; "
+        "0 is no effect, 0.69 is twice the mass, −0.69 is half",
+    ),
+    "first_frame_r2": (
+        "partial R² of s",
+        "share of variance",
+        "query frame and distance explain a part of the mean logits; s explains this share of the rest",
+    ),
 }
 LONGEST = {"model": 120, "source": 600, "note": 400, "label": 120}  # letters of what a cache says in words
 MOST_NOTES = 20
@@ -215,7 +229,8 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
         "blocks": list(view.block_sizes),
         "query_frames": list(view.query_frames),
         "quantities": quantities,
-        "meanings": {measure.name: measure.meaning for measure in MEASURES},
+        "meanings": {measure.name: measure.meaning for measure in MEASURES}
+        | {name: meaning for name, (_, _, meaning) in PLAIN.items()},
         "kinds": {name: meaning.format(**percent) for name, meaning in KIND_MEANINGS.items()},
         "passes": [pass_data(views, averages) for views in passes],
     }
@@ -277,7 +292,8 @@ def pass_data(views: Views, averages: int) -> dict[str, Any]:
     measures = []
     for measure in measure_heads(logits, mass):
         if measure.values is not None and np.isfinite(measure.values).any():
-            shown = {"name": measure.name, "title": measure.title, "unit": measure.unit}
+            title, unit, _ = PLAIN.get(measure.name, (measure.title, measure.unit, ""))
+            shown = {"name": measure.name, "title": title, "unit": unit}
             measures.append(shown | {"scale": measure.scale, "values": numbers(measure.values)})
     return {
         "label": words(any_quantity(views).pass_label, LONGEST["label"]),
@@ -441,6 +457,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     return {
         "layers": typed.layers,
         "heads": typed.heads,
+        "covers": f"layers {titles.ranges(typed.layers)}; heads {titles.ranges(typed.heads)}",
         "passes": [queries[0].pass_label for queries in by_query],
         "queries": places,
         "noise": [[list(item.noise_frames) for item in queries] for queries in by_query],

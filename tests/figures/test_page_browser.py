@@ -194,9 +194,11 @@ def test_the_link_keeps_the_whole_state(page):
     assert browser.wait_for(f"{SHOWN} === 'Layer 1, head 1'") and browser.js("state.quantity") == "mean_logit"
     page("layer=7&head=99&pass=-1&quantity=<b>&measure=x&sort=y&pins=0.1.2_9.9_x_&min=abc&theme=no&kind=%00")
     assert browser.js(SHOWN) == "Layer 0, head 0" and browser.js("state.pins") == [[0, 1]]
-    # Without a link: the head of the largest effect; one language at a time
+    # Without a link: of the heads with maps that of the largest effect; one language at a time
     page("")
-    assert browser.js("Math.max(...measure().values.flat()) === measured(state.layer, state.head)")
+    effects = np.array(browser.js("measure().values"))[[0, 2]][:, [0, 2]]
+    assert browser.js("measured(state.layer, state.head)") == effects.max()
+    assert "of heads with maps on the video it has the largest first-frame" in text_of(browser, "detail-line")
     assert browser.js("document.querySelector('h1').innerText") == "Attention by layer and head"
     browser.js("choose({ language: 'zh' })")
     assert browser.js(SHOWN).startswith("第") and browser.js(
@@ -235,6 +237,43 @@ def test_without_a_mouse_at_both_widths(browser, files, width):
         assert browser.js("[state.layer, state.head]") == state
     assert browser.js("document.querySelectorAll('#detail-line p, #map-note p, #kind-note p').length") >= 5
     assert browser.complaints() == []
+
+
+@pytest.mark.beside
+def test_keys_work_while_a_control_has_focus(page):
+    """Sliders and lists keep their arrows, fields of text keep every key."""
+    browser = page("layer=0&head=0&pass=0")
+    state = "[state.layer, state.pass, state.pins.length]"
+    for control, keys, after in (
+        ("pass", "j]p", [1, 1, 1]),
+        ("layer", "k[p", [0, 0, 2]),
+        ("min", "j]p", [0, 0, 2]),
+    ):
+        browser.js(f"document.getElementById('{control}').focus()")
+        for key in keys:
+            browser.key(key)
+        assert browser.js(state) == after
+    browser.js("document.getElementById('pass').focus()")
+    browser.key("ArrowRight")
+    assert browser.js("[state.pass, state.head]") == [1, 0]
+
+
+@pytest.mark.beside
+def test_a_short_clip_shows_its_one_map_once(page, tmp_path):
+    """One block sees no earlier frame: Δ alone is a measure of its logits. A ratio is of mass alone."""
+    columns = "columnsShown().includes('ratio')"
+    browser = page("layer=0&head=0")
+    assert not browser.js(columns) and browser.js("choose({ quantity: 'mass' })") is None
+    assert browser.js(columns) and "ratio" in browser.js("headsAsCsv()").split("\n")[0]
+    cache = synthetic_caches.atlas(blocks=[9])
+    save_cache(tmp_path / "a.pt", cache)
+    save_page(tmp_path / "p.html", tmp_path / "a.pt")
+    browser = page("", path=tmp_path / "p.html")
+    names = browser.js("pass().measures.map((m) => m.name)")
+    assert names[0] == "first_minus_middle" and "wave_amplitude" not in names
+    assert browser.js("besideMeasure()?.name") != browser.js("measure().name")
+    browser.js("data.passes.forEach((one) => one.measures.splice(1)), choose({ beside: '' })")
+    assert browser.js("isShown($('map'))") and not browser.js("isShown($('map2'))")
 
 
 @pytest.mark.beside
@@ -373,7 +412,7 @@ def test_a_click_on_a_patch_shows_what_it_sees(page, files):
     browser.key("[")
     assert "Hatched: noise in this pass." in text_of(browser, "onvideo-note")
     set_value(browser, "head", "1", "input")
-    assert browser.js(SEEN) == 0 and "layers 0, 5; heads 0, 2" in text_of(browser, "onvideo")
+    assert browser.js(SEEN) == 0 and "layers 0, 5; heads 0, 2" in text_of(browser, "onvideo-note")
 
 
 def test_a_video_plays_also_while_it_grows(browser, tmp_path):

@@ -22,12 +22,13 @@ function draw() {
   drawPins();
   redraw("compare", drawCompare, [quantity, s.pins, s.pins.length < 2 ? at : 0, room("middle")]);
   redraw("map", () => drawMap("map", measure()), [s.pass, s.measure, filter, room("map")]);
+  $("map2").parentElement.hidden = !besideMeasure();
   redraw("map2", () => drawMap("map2", besideMeasure()), [s.pass, s.beside, s.measure, filter, room("map2")]);
   redraw("map-note", drawMapNote, [s.pass, s.measure, s.beside, filter]);
   redraw("matrix", drawMatrix, [quantity, at, s.scale, room("matrix")]);
   redraw("profile", drawProfile, [quantity, at, s.scale, room("profile")]);
   redraw("video", drawVideo, [room("detail")]);
-  redraw("onvideo", drawOnVideo, [s.pass, at, s.patch, room("detail")]);
+  redraw("onvideo", drawOnVideo, [quantity, at, s.patch, room("detail")]);
   redraw("keys", drawKeys, [quantity, at, s.scale, s.axis, room("keys")]);
   redraw("heads", drawHeads, [quantity, list, s.scale, s.language, room("heads")]);
   redraw("table", drawTable, [quantity, list]);
@@ -79,7 +80,8 @@ function fill(select, names) {
   select.replaceChildren(...names.map(([value, words]) => new Option(words, value)));
 }
 
-// ↑ and ↓ scroll, unless a drawing was clicked or reached by Tab. Fields, selects and lists keep their keys.
+// ↑ and ↓ scroll, unless a drawing was clicked or reached by Tab. Fields of text keep all keys; sliders, selects
+// and lists keep their arrows.
 const KEYS = {
   ArrowLeft: () => moveHead(-1),
   ArrowRight: () => moveHead(1),
@@ -95,7 +97,8 @@ const ON_VIDEO = { ArrowLeft: () => movePatch(-1), ArrowRight: () => movePatch(1
 
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
-  if (event.target.closest?.("select, input, textarea, .scroll")) return;
+  if (event.target.closest?.("input:not([type=range])")) return;
+  if (event.key.startsWith("Arrow") && event.target.closest?.("select, input, .scroll")) return;
   const patch = event.target.closest?.("#onvideo") ? ON_VIDEO[event.key] : undefined;
   const move = patch ?? KEYS[event.key] ?? (event.target.closest?.("svg") ? ON_DRAWINGS[event.key] : undefined);
   if (!move) return;

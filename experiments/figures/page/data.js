@@ -60,7 +60,7 @@ const START = {
   pass: 0,
   quantity: quantities[0],
   measure: nameIn(data.passes[0].measures, "first_frame_effect"),
-  beside: nameIn(data.passes[0].measures, "wave_amplitude"),
+  beside: "",
   scale: "head",
   axis: "frame",
   list: "layer",
@@ -73,9 +73,24 @@ const START = {
   theme: "",
   language: "",
 };
-// A head worth seeing: where the first measure is largest
-const opened = data.passes[0].measures.find((m) => m.name === START.measure)?.values.flat() ?? [];
-const largest = opened.reduce((best, x, n) => (there(x) && !(opened[best] >= x) ? n : best), 0);
+// Beside it another measure, where there is one
+START.beside = nameIn(
+  data.passes[0].measures.filter((m) => m.name !== START.measure),
+  "wave_amplitude",
+);
+// Of attention on the video, or null; then the page opens where there is some
+const maps = data.maps;
+if (maps) START.pass = Math.max(0, data.passes.findIndex((one) => maps.passes.includes(one.label)));
+const hasMaps = (i, j, p) =>
+  maps?.passes.includes(data.passes[p].label) && maps.layers.includes(data.layers[i]) && maps.heads.includes(j);
+// A head worth seeing: where the first measure is largest, of the heads with maps if there are any
+const opening = data.passes[START.pass].measures.find((m) => m.name === START.measure);
+const opened = opening?.values.flat() ?? [];
+const allHeads = Array.from({ length: N * H }, (_, n) => n);
+const mapped = allHeads.filter((n) => hasMaps(Math.floor(n / H), n % H, START.pass));
+const largest = (mapped.length ? mapped : allHeads).reduce((best, n) =>
+  there(opened[n]) && !(there(opened[best]) && opened[best] >= opened[n]) ? n : best,
+);
 [START.layer, START.head] = [Math.floor(largest / H), largest % H];
 const state = { ...START };
 
@@ -86,7 +101,12 @@ const pass = () => data.passes[state.pass];
 const shown = () => pass().quantities[state.quantity];
 const about = () => data.quantities[state.quantity];
 const measure = () => pass().measures.find((m) => m.name === state.measure) ?? pass().measures[0];
-const besideMeasure = () => pass().measures.find((m) => m.name === state.beside) ?? pass().measures[0];
+// Undefined where there is one measure alone
+function besideMeasure() {
+  const measures = pass().measures;
+  if (measures.length < 2) return undefined;
+  return measures.find((m) => m.name === state.beside) ?? measures.find((m) => m !== measure());
+}
 const measured = (i, j, m = measure()) => m?.values[i][j];
 // Of the second cache, where there is one
 const otherPass = () => data.other && data.other.passes[Math.min(state.pass, data.other.passes.length - 1)];
@@ -144,7 +164,7 @@ function listed() {
     if (state.list !== "all" && i !== state.layer) continue;
     for (let j = 0; j < H; j++) if (isKept(i, j)) found.push([i, j]);
   }
-  if (!(state.sort in COLUMNS) || (state.sort === "kind" && !pass().kinds)) return found;
+  if (!columnsShown().includes(state.sort)) return found;
   const of = COLUMNS[state.sort][1],
     sign = state.descending ? -1 : 1;
   const keyed = found.map((at) => [of(...at), at]);

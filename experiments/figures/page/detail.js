@@ -136,13 +136,24 @@ function drawTitle() {
     j = state.head,
     m = measure(),
     kinds = pass().kinds,
-    x = measured(i, j);
+    x = measured(i, j),
+    factor = there(x) && m.name === "log_mass_effect" ? `: ${show(Math.exp(x), 2)} times the mass` : "";
   $("detail-title").textContent = say(
     `第 ${data.layers[i]} 层，头 ${j}`,
     `Layer ${data.layers[i]}, head ${j}`,
   );
   const kind = kinds?.[i][j],
-    lines = [`${capital(pass().label)}${m ? `; ${m.title} ${show(x, 2)}${there(x) ? ` ${m.unit}` : ""}` : ""}.`];
+    lines = [`${capital(pass().label)}${m ? `; ${m.title} ${show(x, 2)}${there(x) ? ` ${m.unit}` : ""}${factor}` : ""}.`];
   if (kind) lines.push(`Kind ${kind}: ${data.kinds[kind]}.`);
+  const isOpening = ["layer", "head", "pass"].every((name) => state[name] === START[name]);
+  if (isOpening && opening) {
+    const among = mapped.length ? "heads with maps on the video" : "all heads";
+    lines.push(`The page opens at this head: of ${among} it has the largest ${opening.title}.`);
+  }
+  const clean = data.passes.some((one) => one.label.startsWith("clean pass"));
+  lines.push(
+    "Pass: one forward over a block of frames; 0 is the first denoising step" +
+      `${clean ? ", the clean pass (t = 0) writes the cache" : ""}.`,
+  );
   paragraphs("detail-line", lines);
 }

@@ -61,7 +61,8 @@ const csv = (rows) => rows.map((row) => `${row.map(csvCell).join(",")}\n`).join(
 function headsAsCsv() {
   const q = state.quantity,
     measures = pass().measures,
-    names = ["first", "middle", "last", "delta", "ratio", "max_frame"];
+    statistics = ["first", "middle", "last", "delta", "ratio", "max_frame"],
+    names = statistics.filter((name) => columnsShown().includes(name));
   const keys = Array.from({ length: C }, (_, f) => `${q}_${f < F ? `frame_${f}` : `average_${f - F + 1}`}`);
   const header = [
     "layer",

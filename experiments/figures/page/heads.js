@@ -39,7 +39,7 @@ const meaningOf = (m) => (m && data.meanings[m.name] ? `${capital(m.title)}: ${d
 
 // What both maps show, and how to read their colours
 function drawMapNote() {
-  const measures = [...new Set([measure(), besideMeasure()])];
+  const measures = [...new Set([measure(), besideMeasure()].filter((m) => m))];
   const lines = measures.map(meaningOf);
   lines.push(
     `One cell per head, ${pass().label}; a click chooses it. The colours span the 2nd to the 98th percentile, or 0 to 1 for shares.` +
@@ -103,14 +103,13 @@ function markHeads() {
 // Kinds that any head of this pass has
 const kindsShown = () => (pass().kinds ? [...new Set(pass().kinds.flat())].filter((kind) => kind).sort() : []);
 
-const isExtra = (m) =>
-  m && !(state.quantity === "mean_logit" && ["first_minus_middle", "first_over_middle"].includes(m.name));
-
-function columnsShown() {
-  const m = measure(),
-    names = Object.keys(COLUMNS).filter((name) => name !== "measure" && (name !== "kind" || pass().kinds));
-  return isExtra(m) ? [...names, "measure"] : names;
-}
+// A ratio means something for mass alone: logits have no natural 0. Δ is the measure first − middle of logits.
+const SHOWN_WHERE = {
+  ratio: () => state.quantity === "mass",
+  kind: () => pass().kinds !== null,
+  measure: () => measure() && !(state.quantity === "mean_logit" && measure().name === "first_minus_middle"),
+};
+const columnsShown = () => Object.keys(COLUMNS).filter((name) => !SHOWN_WHERE[name] || SHOWN_WHERE[name]());
 
 function cellText(name, i, j) {
   const x = COLUMNS[name][1](i, j);
@@ -142,7 +141,9 @@ function drawTable() {
     q = data.query_frames;
   $("table-note").textContent =
     `${all.length} of ${of} heads. First, middle, last and Δ: ${about().name} (${about().unit}), ` +
-    `query frames ${q[0]}–${q[q.length - 1]}, ${pass().label}. Δ = first − middle; max at: the key frame of the largest value.`;
+    `query frames ${q[0]}–${q[q.length - 1]}, ${pass().label}. Middle: mean of all frames between the first and ` +
+    `the last. Δ = first − middle; max at: the key frame of the largest value.` +
+    (names.includes("ratio") ? " First / middle: how many times the mass of the middle." : "");
   paragraphs("kind-note", kindsShown().map((kind) => `${kind}: ${data.kinds[kind]}.`));
   $("filter-name").textContent = m ? m.title : "";
 }

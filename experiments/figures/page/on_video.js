@@ -1,6 +1,5 @@
 // What a patch of a query frame sees, over the pictures of the video: a click on a patch chooses it.
 
-const maps = data.maps;
 const FRAMES = { top: 34, gap: 6, label: 15, width: 84, query: 210, alpha: 0.65, least: 0.2, shown: [] };
 
 if (maps) {
@@ -11,12 +10,18 @@ if (maps) {
 
 // Places of the shown layer, head and pass in the maps, or null
 function mapsAt() {
-  const at = [
+  if (!hasMaps(state.layer, state.head, state.pass)) return null;
+  return [
     maps.passes.indexOf(pass().label),
     maps.layers.indexOf(data.layers[state.layer]),
     maps.heads.indexOf(state.head),
   ];
-  return at.includes(-1) ? null : at;
+}
+
+// Which layers, heads and passes the maps cover
+function coveredByMaps() {
+  const every = data.passes.every((one) => maps.passes.includes(one.label));
+  return `Maps cover ${maps.covers}; ${every ? "every pass" : maps.passes.join(", ")}.`;
 }
 
 // Of one query -> F * rows * columns numbers, null where nothing is seen
@@ -105,15 +110,15 @@ function drawOnVideo() {
   $("onvideo-box").hidden = !maps;
   if (!maps) return;
   FRAMES.shown = [];
-  const width = room("onvideo"),
-    here = mapsAt();
+  const here = mapsAt();
+  $("onvideo").parentElement.hidden = !here;
   if (!here) {
-    const said = `No maps of this head in this pass: layers ${maps.layers.join(", ")}; heads ${maps.heads.join(", ")}; ${maps.passes.join(", ")}.`;
-    put("onvideo", width, 40, text(4, 24, said.slice(0, 160)));
-    $("onvideo-note").textContent = "";
+    $("onvideo").replaceChildren();
+    paragraphs("onvideo-note", [`No maps of this head in this pass. ${coveredByMaps()}`]);
     return;
   }
   const g = FRAMES,
+    width = room("onvideo"),
     values = seenBy(state.patch),
     noise = maps.noise[here[0]][state.patch],
     [own, row, column] = maps.queries[state.patch];
@@ -134,21 +139,27 @@ function drawOnVideo() {
   const left = narrow ? 4 : side + 22,
     below = g.top + side * shape + 76,
     start = narrow ? below : g.top - 16,
-    columns = Math.max(1, Math.floor((width - left) / (g.width + g.gap))),
-    high = g.width * shape;
+    columns = Math.max(1, Math.round((width - left) / (g.width + g.gap))),
+    wide = (width - left) / columns - g.gap,
+    high = wide * shape;
   most.forEach((f, k) => {
-    const x = left + (k % columns) * (g.width + g.gap),
+    const x = left + (k % columns) * (wide + g.gap),
       y = start + Math.floor(k / columns) * (high + g.label + g.gap);
-    out += text(x + g.width / 2, y + 11, f === own ? `${f} (query)` : f, "middle small");
-    out += mapFrame(values, f, x, y + g.label, g.width, high, top, noise);
+    out += text(x + wide / 2, y + 11, f === own ? `${f} (query)` : f, "middle small");
+    out += mapFrame(values, f, x, y + g.label, wide, high, top, noise);
   });
   const scale = { low: 0, high: top, shades: VIRIDIS.map((_, s) => VIRIDIS[Math.round(Math.sqrt(s / (SHADES - 1)) * (SHADES - 1))]) };
   const bottom = Math.max(below, start + 16 + Math.ceil(F / columns) * (high + g.label + g.gap));
   out += colorBar(4, g.top + side * shape + 26, side, scale, maps.unit);
   put("onvideo", width, bottom, out);
   const pooled = maps.rows < maps.grid[0] || maps.columns < maps.grid[1] ? " Patches are pooled to fit in the page." : "";
-  $("onvideo-note").textContent =
-    `Click a patch of a frame that has dots to ask what it sees, or press ← → here. The colours end at the largest value of earlier blocks. Pale: not seen.${noise.length ? " Hatched: noise in this pass." : ""}${pooled}`;
+  const always = state.quantity === "mass" ? "" : ", whatever Show says";
+  paragraphs("onvideo-note", [
+    "Click a patch of a frame that has dots to ask what it sees, or press ← → here.",
+    `The colours show mass per key token${always}; 1 is even attention. They end at the largest value of earlier blocks.` +
+      ` Pale: not seen.${noise.length ? " Hatched: noise in this pass." : ""}${pooled}`,
+    coveredByMaps(),
+  ]);
 }
 
 // What lies at a point of the drawing: a frame, its patch, and the captured query nearest to it
