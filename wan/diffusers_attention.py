@@ -423,14 +423,17 @@ def compare_queries(
         num_rows = norms.shape[1]
         rows = range(num_rows)
     start, stop = around[0], q.shape[1] - around[1]  # text or padding may have been put behind them
-    if num_rows < stop:
+    shift = 0
+    if num_rows < stop:  # the others were put in front of what the norm returned, as text in Flux
+        shift = start
+    if num_rows + shift < stop:
         raise _permuted(site, caller.module)
-    sampled = slice(bisect_left(rows, start), bisect_left(rows, stop))
+    sampled = slice(bisect_left(rows, start - shift), bisect_left(rows, stop - shift))
     if sampled.start == sampled.stop:  # no row of the video: nothing is known
         return
     seen = q[:, start:stop]
     if index is not None:
-        seen = q[:, index[sampled]]
+        seen = q[:, index[sampled] + shift]
     normed, sent = norms[:, sampled], diffusers_frames.norms_of(seen.detach())
     if normed.shape != sent.shape:
         raise _permuted(site, caller.module)

@@ -226,9 +226,11 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
             watched.resting = [part for part in _attention_in(transformer) if part not in of_layers]
         for site, module in callers:
             if site is not None:
-                _replace_dispatch(site, module, stack)
-            num_heads = getattr(module, "heads", None) or transformer.config.num_attention_heads
-            wrap(module, partial(_call_attention, site, module, num_heads), stack)
+                _replace_dispatch(site, module, transformer, stack)
+            num_heads = getattr(module, "heads", None) or getattr(module, "num_heads", None)
+            if num_heads is None:
+                num_heads = transformer.config.num_attention_heads
+            wrap(module, partial(_call_attention, site, module, transformer, num_heads), stack)
             norm = _part(module, "norm_q")
             if isinstance(norm, nn.Module):
                 wrap(norm, _call_norm, stack)
@@ -346,15 +348,24 @@ def _names_of(processor: Any) -> dict[str, Any]:
     return getattr(inspect.unwrap(type(processor).__call__), "__globals__", {})
 
 
-def _replace_dispatch(site: Site, module: nn.Module, stack: ExitStack) -> None:
+def _unseen(site: Site, module: Any, transformer: Any) -> errors.ConfigError:
+    """Return the error of attention that does not go through dispatch_attention_fn."""
+    remedy = "take the model's own processor of diffusers 0.42 or later"
+    if diffusers_frames.family_of(transformer) is None:
+        title = type(transformer).__name__
+        remedy = f"if it is the own processor of {title}, no layout helps (docs/own_code.md)"
+    return errors.ConfigError(
+        f"layer {site.layer}: {type(module.processor).__name__} does not call diffusers' "
+        f"dispatch_attention_fn, so it cannot be seen; {remedy}"
+    )
+
+
+def _replace_dispatch(site: Site, module: Any, transformer: Any, stack: ExitStack) -> None:
     """Replace dispatch_attention_fn in the names that a module's processor looks it up in."""
     processor = module.processor
     names = _names_of(processor)
     if "dispatch_attention_fn" not in names:
-        raise errors.ConfigError(
-            f"layer {site.layer}: {type(processor).__name__} does not call diffusers' dispatch_attention_fn, "
-            "so it cannot be seen; take the model's own processor of diffusers 0.42 or later"
-        )
+        raise _unseen(site, module, transformer)
     key = id(names)
     if key not in _replaced:
         original = names["dispatch_attention_fn"]
@@ -401,6 +412,7 @@ def _call_transformer(watched: Watched, original: Callable[..., Any], *args: Any
 def _call_attention(
     site: Site | None,
     module: nn.Module,
+    transformer: Any,
     num_heads: int,
     original: Callable[..., Any],
     *args: Any,
@@ -422,10 +434,7 @@ def _call_attention(
     # Where forward is not the class's own, a cache of diffusers may take its place.
     is_explained = "forward" in vars(module) or getattr(module, "perturbed_attn", False)
     if is_seen and not caller.has_called and not is_explained:
-        raise errors.ConfigError(
-            f"layer {site.layer}: {type(module.processor).__name__} did not call diffusers' "
-            "dispatch_attention_fn, so it cannot be seen; take the model's own processor"
-        )
+        raise _unseen(site, module, transformer)
     name = {"self": "attn_out", "cross": "cross_out"}[site.kind]
     return attention.show_output(name, site.layer, out)
 

@@ -336,9 +336,15 @@ def place_by_experiment(
     is_part = False
     if axis is None or x.ndim == 3:
         axis, place = 1, "told"
-        first, last = video.before, video.before + video.total
+        if x.shape[1] < video.total:
+            raise errors.ConfigError(
+                f"the model was given {x.shape[1]} tokens, not {video.frames} frames of {tokens}: {SAY_WHERE}"
+            )
+        first = video.before
+        if x.shape[1] < first + video.total:  # text, which the model puts in front of the video's tokens
+            first = 0
         slices = torch.zeros(x.shape[1], dtype=torch.int64)
-        slices[first:last] = 1 + torch.arange(video.total) // tokens
+        slices[first : first + video.total] = 1 + torch.arange(video.total) // tokens
     elif x.shape[axis] % num_frames == 0:
         slices = 1 + torch.arange(x.shape[axis]) // (x.shape[axis] // num_frames)
     elif num_frames % x.shape[axis] == 0 and not video.skipped:
@@ -361,10 +367,13 @@ def place_by_experiment(
     expected[start : start + video.total] = torch.arange(video.total) // tokens
     if torch.equal(frames, expected):
         return place
-    wrong = int((frames != expected).nonzero()[0])
+    wrong, remedy = int((frames != expected).nonzero()[0]), SAY_WHERE
+    begins = (frames >= 0).nonzero().flatten().tolist()[:1]
+    if begins and begins != [start]:
+        remedy = f"the first of a frame is token {begins[0]}, layout=(frames, tokens of each, {begins[0]})"
     raise errors.ConfigError(
         f"token {wrong} is not of the frame where {video.frames} frames of {video.tokens} tokens behind "
-        f"{start} others would have it: {SAY_WHERE}"
+        f"{start} others would have it: {remedy}"
     )
 
 

@@ -514,7 +514,7 @@ def test_what_cannot_be_captured_is_refused(pipeline, monkeypatch):
             run(ours, wan_given)
         ours.blocks[0].attn1.processor = theirs
     ours.blocks[0].attn1.processor = Own()
-    refused = pytest.raises(ConfigError, match="layer 0: Own did not call")
+    refused = pytest.raises(ConfigError, match="layer 0: Own does not call")
     with refused, capture_diffusers(ours, granularity="frame"):
         run(ours, wan_given)
     given.pop("num_frames")
