@@ -54,9 +54,9 @@ KIND_MEANINGS = {
 PLAIN = {
     "log_mass_effect": (
         "first-frame effect on mass",
-        "natural log of a factor",
-        "a factor times the mass that query frame and distance explain is the mass on frame 0; "
-        "0 is no effect, 0.69 is twice the mass, −0.69 is half",
+        "ln",
+        "natural logarithm of a factor, by which the mass on frame 0 differs from what query frame and "
+        "distance explain; 0 is no effect, 0.69 is twice the mass, −0.69 is half",
     ),
     "first_frame_r2": (
         "partial R² of s",

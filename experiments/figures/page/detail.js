@@ -137,13 +137,13 @@ function drawTitle() {
     m = measure(),
     kinds = pass().kinds,
     x = measured(i, j),
-    factor = there(x) && m.name === "log_mass_effect" ? `: ${show(Math.exp(x), 2)} times the mass` : "";
+    unit = m?.name === "log_mass_effect" ? ` (${show(Math.exp(x), 2)} times the mass)` : ` ${m?.unit}`;
   $("detail-title").textContent = say(
     `第 ${data.layers[i]} 层，头 ${j}`,
     `Layer ${data.layers[i]}, head ${j}`,
   );
   const kind = kinds?.[i][j],
-    lines = [`${capital(pass().label)}${m ? `; ${m.title} ${show(x, 2)}${there(x) ? ` ${m.unit}` : ""}${factor}` : ""}.`];
+    lines = [`${capital(pass().label)}${m ? `; ${m.title} ${show(x, 2)}${there(x) ? unit : ""}` : ""}.`];
   if (kind) lines.push(`Kind ${kind}: ${data.kinds[kind]}.`);
   const isOpening = ["layer", "head", "pass"].every((name) => state[name] === START[name]);
   if (isOpening && opening) {

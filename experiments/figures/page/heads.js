@@ -31,11 +31,22 @@ function drawMap(id, m) {
     out += text(MAP.left + (j + 0.5) * w, bottom + 12, j, "middle small");
   out +=
     text(MAP.left + across / 2, bottom + 27, "Head", "middle") + upright(11, MAP.top + (N * h) / 2, "Layer");
-  out += colorBar(MAP.left, bottom + 48, across, scale, `${m.title}, ${m.unit}`);
-  put(id, width, bottom + 80, `${out}<g id="${id}-marks"></g>`);
+  // title and unit in one line where it fits, at 5.4 units a letter
+  const label = `${m.title}, ${m.unit}`,
+    isShort = 5.4 * label.length < across,
+    below = isShort ? 48 : 62;
+  if (!isShort) out += text(width / 2, bottom + 47, m.title, "middle");
+  out += colorBar(MAP.left, bottom + below, across, scale, isShort ? label : m.unit);
+  put(id, width, bottom + below + 32, `${out}<g id="${id}-marks"></g>`);
 }
 
-const meaningOf = (m) => (m && data.meanings[m.name] ? `${capital(m.title)}: ${data.meanings[m.name]}.` : "");
+// In words; of a difference, also between what
+function meaningOf(m) {
+  const name = m?.name.replace(/_difference$/, ""),
+    meaning = data.meanings[name];
+  if (!meaning) return "";
+  return `${capital(m.title)}: ${meaning}${name === m.name ? "" : "; here A, this cache, less B, the second cache"}.`;
+}
 
 // What both maps show, and how to read their colours
 function drawMapNote() {
