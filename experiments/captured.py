@@ -80,7 +80,10 @@ def as_session(x: Any) -> Any:
         return x
     if pipeline_session.is_pipeline(x):
         return pipeline_session.session_of(x)
-    problem = f"{type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model"
+    problem = (
+        f"{type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model; give "
+        "a pipeline that denoises videos by a transformer, such as WanPipeline"
+    )
     if isinstance(x, str | Path):
         problem = f"{errors.short_repr(x)} is a name: open it first, session = load({errors.short_repr(x)})"
     raise errors.ConfigError(problem)
@@ -187,7 +190,8 @@ def capture(
         of_attention = any(other.requests or other.asked_words for other in others)
         if others and (not session.can_nest or (not sites and of_attention)):
             raise errors.ConfigError(
-                f"this {session.kind} is captured already; ask one capture for all layers: layers=[0, 1]"
+                f"this {session.kind} is captured already; ask one capture for all layers: layers=[0, 1], or "
+                "leave the one that is open first"
             )
         with watching.pushed(CAPTURES, (id(session), captured)), session.beside_calls(captured):
             yield captured
@@ -277,8 +281,10 @@ def attention_requests(
     """
     config = session.config
     if isinstance(session, pipeline_session.PipelineSession):
+        if heads is not None:
+            raise errors.ConfigError("heads go with a site, or with words=; attention has all heads")
         absent = {"blocks": blocks, "key_curve": key_curve, "query_key_means": query_key_means}
-        for name, value in (absent | {"queries": queries, "heads": heads}).items():
+        for name, value in (absent | {"queries": queries}).items():
             if value is not None and value is not False:
                 raise errors.ConfigError(
                     f"{name} belong to causal models; a pipeline makes all frames at once: leave {name} out"
@@ -570,12 +576,17 @@ class Captured:
         Raises:
             ConfigError: for a run without attention, and for a choice that it does not have.
         """
+        if self.asked_words is not None:
+            raise errors.ConfigError(
+                "atlas: words were captured, which captured.words() has; for an atlas leave words= out"
+            )
         run = run or self._last()
         if isinstance(run, Run):
             run.require_gathered()
         if not getattr(run, "records", None):
             raise errors.ConfigError(
-                f"atlas: {errors.short_repr(run)} has no attention: make it inside capture(session)"
+                f"atlas: {errors.short_repr(run)} has no attention: make it inside capture(session), with "
+                "layers and steps that it has"
             )
         if run.bidirectional:
             cache = cache_builders.bidirectional_atlas(run, branch, **chosen)
@@ -593,8 +604,8 @@ class Captured:
     def _last(self) -> Run:
         if not self.runs:
             raise files.RunError(
-                "nothing was generated while capturing; call session.generate(...) inside. Runs of a "
-                "pipeline are there once the context has ended"
+                "nothing was generated while capturing; call session.generate(...) inside, in the same "
+                "thread. Runs of a pipeline are there once the context has ended"
             )
         return self.runs[-1]
 

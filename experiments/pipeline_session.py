@@ -104,7 +104,8 @@ def load_pipeline(x: Any, **settings: Any) -> "PipelineSession":
     """Return the session of a pipeline or a transformer. ConfigError for anything else, and for settings."""
     if not is_pipeline(x):
         raise errors.ConfigError(
-            f"{errors.short_repr(x)} is no name or path of a config, no folder, pipeline or transformer"
+            f"{errors.short_repr(x)} is no name or path of a config, no folder, pipeline or transformer; "
+            "give a pipeline that denoises videos by a transformer, such as WanPipeline"
         )
     for name, value in settings.items():
         if value is not None:

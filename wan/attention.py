@@ -299,10 +299,10 @@ def attend_by_groups(
             head, place = call.numbers[head], f"layer {call.site.layer}: "
             if call.at is not None:
                 place = f"layer {call.site.layer}, block {call.at.block}, step {call.at.step}: "
-        raise ConfigError(
-            f"{place}head {head} would see no key at all; leave it a frame or a token, such as its own "
-            "(own) where there is no past, or choose blocks="
-        )
+        remedy = "leave it a frame or a token"
+        if call is not None and call.layout is not None and call.layout.own:
+            remedy += ", such as its own (own) where there is no past, or choose blocks="
+        raise ConfigError(f"{place}head {head} would see no key at all; {remedy}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         # Kernels' LSE has no gradient
         logits = logits_of(q, k, keys.send(bias.per_token(), q.device)[:, None])

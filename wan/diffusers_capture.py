@@ -478,8 +478,8 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
         parts = ((at, slice(None)),)
     frames = parts[0][0].query_frames
     is_chunk = told.place is not None or arguments.get("chunk_partition") is not None
-    _check_watchers(watched, told, parts[0][0], video, is_chunk)
     requests = getattr(observer(), "requests", ())
+    _check_watchers(watched, told, parts[0][0], video, is_chunk, requests)
     require_bands(watched, requests)
     if parallel is not None:
         parallel.require_alike(requests)
@@ -579,6 +579,7 @@ def _check_watchers(
     at: Pass,
     video: diffusers_frames.VideoTokens,
     is_chunk: bool,
+    requests: Sequence[capture.CaptureRequest],
 ) -> None:
     """Raise ConfigError for layers, heads, sites, frames, steps and edits that this forward does not have."""
     # 1. How many there are of each, as far as that is known.
@@ -594,8 +595,8 @@ def _check_watchers(
     timesteps = getattr(getattr(told.pipeline, "scheduler", None), "timesteps", None)
     if at.step is not None and at.model and timesteps is not None and not is_chunk:
         counts["step"] = max(len(timesteps), at.step + 1)
-    # 2. Each watcher, or each of its edits.
-    selections: list[object] = []
+    # 2. Each watcher, or each of its edits; and each request of a capture of attention.
+    selections: list[object] = [*requests]
     for watcher in watchers():
         selections += watcher.edits or [watcher]
     for chosen in selections:

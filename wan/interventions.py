@@ -87,11 +87,23 @@ def frame_name(value: str) -> str:
     return value
 
 
+def token_numbers(value: Any) -> Any:
+    """Return numbers of prompt tokens as they are. ValueError for words, which may have several each."""
+    words = [value]
+    if isinstance(value, list | tuple):
+        words = list(value)
+    if any(isinstance(word, str) for word in words):
+        raise ValueError("should be numbers of tokens: run.prompt_tokens lists their texts in order, from 0")
+    return value
+
+
 Attention = Literal["self", "cross"]
 Passes = Literal["denoise", "clean", "all"]
 Index = Annotated[int, Field(ge=0, le=MAX_SIZE)]  # how many there are, a rollout knows
 Several = (BeforeValidator(errors.as_tuple), Field(min_length=1, max_length=MAX_SIZE))
 Indices = Annotated[tuple[Index, ...], *Several]
+# Of the prompt, by their numbers
+PromptTokens = Annotated[tuple[Index, ...], *Several, BeforeValidator(token_numbers)]
 Frame = Index | Annotated[str, AfterValidator(frame_name)]
 Frames = Annotated[tuple[Frame, ...], *Several]
 Direction = Annotated[tuple[Number, ...], BeforeValidator(errors.as_tuple)]
@@ -255,6 +267,10 @@ class Edit(ABC):
         if needed and config.prompt_embeds:
             raise errors.ConfigError(
                 f"{config.prompt_embeds} holds the states of one prompt, and {self} needs {needed}"
+            )
+        if isinstance(source, Source) and source.weights is not None and not isinstance(config, RunConfig):
+            raise errors.ConfigError(
+                "a source of a pipeline is another prompt or seed of it; leave weights out"
             )
         remedy = "leave source out: the run makes the means of reference_prompts"
         file = source
@@ -465,7 +481,7 @@ class KeySelection(Edit):
 
     b: ClassVar[float]
     frames: Frames | None = None
-    tokens: Indices | None = None
+    tokens: PromptTokens | None = None
 
     def conflict(self) -> str:
         if (self.frames is None) == (self.tokens is None):
@@ -1058,6 +1074,7 @@ class Edits(Watcher):
     """Edits of one context, the data they need, and how many calls each has changed so far.
 
     reached: how many activations each user's function was called with, whether it changed them or not.
+    has_run: whether any run began that they watch.
     first_block: the first block of which something was changed.
     """
 
@@ -1066,6 +1083,7 @@ class Edits(Watcher):
     changed: list[int] = field(init=False)
     reached: list[int] = field(init=False)
     sees: frozenset[str] = field(init=False)
+    has_run: bool = field(default=False, init=False)
     first_block: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -1077,8 +1095,12 @@ class Edits(Watcher):
         return f"Edits: {'; '.join(edits)}"
 
     def check(self, sizes: RolloutSizes) -> None:
+        self.has_run = True
         for edit in self.edits:
             edit.check(sizes)
+
+    def begin(self) -> None:
+        self.has_run = True
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
         return at is not None and any(edit.selects(site, layer, at) for edit in self.edits)
@@ -1088,6 +1110,7 @@ class Edits(Watcher):
         return any(self.wants(site, layer, at) for site in self.sees - BESIDE_GRAPHS)
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
+        self.has_run = True
         for number, edit in enumerate(self.edits):
             if not edit.selects(where.site, where.layer, where.at):
                 continue
@@ -1193,9 +1216,12 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None, models: An
     active.models = models
     with watched(active):
         yield active
+    remedy = ""
+    if models is None and not active.has_run:
+        remedy = "; no session made a video meanwhile, and a pipeline comes first: intervene(pipe, ...)"
     for edit, *counts in zip(active.edits, active.changed, active.reached, strict=True):
         if not any(counts):
-            warnings.warn(f"no call was edited by: {edit}", stacklevel=4)
+            warnings.warn(f"no call was edited by: {edit}{remedy}", stacklevel=4)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import re
 import shutil
 from dataclasses import replace
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from experiments import (
 )
 from experiments.caches.files import CacheError, RunError
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.errors import ConfigError
+from wan.errors import ConfigError, UserError
 from wan.interventions import Ablate, Knockout, Patch, at
 from wan.sites import Pass
 
@@ -274,7 +275,7 @@ def test_a_run_has_latents_video_seed_and_settings(pipeline):
     for thing in (5, [1], SimpleNamespace(unet=pipeline.transformer)):
         with pytest.raises(ValueError, match="is no session, no pipeline") as error, capture(thing):
             pass
-        assert len(str(error.value)) < 120
+        assert "such as WanPipeline" in str(error.value) and len(str(error.value)) < 190
     with pytest.raises(ValueError, match="5 is no name or path of a config, no folder"):
         load(5)
 
@@ -454,6 +455,42 @@ def test_a_seed_makes_a_new_generator(pipeline):
     assert run.config.seed == 3 and torch.equal(run.latents, same.latents)
     with pytest.raises(ConfigError, match="leave one out"):
         session.generate("a circle", seed=3, generator=torch.Generator(), **given)
+
+
+# --- Refusals name what helps
+def test_refusals_name_what_helps(pipeline):
+    def refused(problem: str):
+        return pytest.raises(UserError, match=problem)
+
+    with refused(r"step 5 is not in 0\.\.1"), capture(pipeline, steps=[5]):
+        call(pipeline, num_inference_steps=2)
+    with refused("heads go with a site, or with words="), capture(pipeline, heads=[1]):
+        pass
+    every = Knockout(frames=[0, 1, 2], passes="all")
+    with refused("leave it a frame or a token$"), intervene(pipeline, every):
+        call(pipeline)
+    with capture(pipeline, words=["circle"]) as seen:
+        call(pipeline)
+    with refused("for an atlas leave words= out"):
+        seen.atlas()
+    with capture(pipeline), refused("or leave the one that is open first"), capture(pipeline):
+        pass
+    with refused("another prompt or seed of it; leave weights out"):
+        attribute(pipeline, "a circle", seed=1, source=Source(weights="none.pt"))
+    with refused("numbers of tokens: run.prompt_tokens lists their texts"):
+        Knockout(tokens="circle")
+    with capture(pipeline) as seen:
+        thread = Thread(target=call, args=(pipeline,))
+        thread.start()
+        thread.join()
+    with refused("in the same thread"):
+        seen.atlas()
+    hint = r"a pipeline comes first: intervene\(pipe"
+    with pytest.warns(UserWarning, match=hint), intervene(every):
+        call(pipeline)
+    with pytest.warns(UserWarning) as warned, intervene(Knockout(frames=0, passes="clean")):
+        load(pipeline).generate("a circle", height=64, width=64, num_frames=9, num_inference_steps=1)
+    assert "no call was edited by" in str(warned[0].message) and "comes first" not in str(warned[0].message)
 
 
 # --- Weights as they are
