@@ -285,6 +285,9 @@ def files_of(
         edits = config_edits(config)
     for edit in edits:
         edit.check_source(config)
+    if config.first_frames:
+        with errors.in_context("first_frames"):
+            require_file(config.first_frames, FRAMES_HINT)
     if of_model is None:
         of_model = model_files(config, weights_file)
     files = list(of_model)
@@ -316,8 +319,7 @@ def edit_files(config: RunConfig, edits: Sequence[Any]) -> list[str]:
                 file = checkpoint.part_file(config.ckpt_dir, "transformer")
             files.append(str(file))
     if config.first_frames:
-        with errors.in_context("first_frames"):
-            files.append(str(require_file(config.first_frames, FRAMES_HINT)))
+        files.append(config.first_frames)
     return files
 
 

@@ -27,6 +27,8 @@ GOLDEN = Path(__file__).parent / "golden"
 # Whether a GPU is here is asked of its driver's library: CUDA, once asked, is lost to forks of this process.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the scripts that tests start, as of torch below
+for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):  # the scripts of a clone take the clone's .venv
+    os.environ.pop(name, None)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 torch.set_num_threads(1)  # the tensors are small: threads that wait for each other cost seconds

@@ -9,6 +9,7 @@ if [ "${1:-}" = --gpu ]; then
     exec "${PYTHON:-python3}" tests/helpers/gpu_run.py "$@"
 fi
 unset PYTHONDONTWRITEBYTECODE  # a hundred processes import the same; env.sh then leaves compiling to them
+unset VIRTUAL_ENV CONDA_PREFIX  # the versions of requirements.txt, in .venv
 source "$(dirname "${BASH_SOURCE[0]}")/../experiments/running/env.sh"
 if ! is_installed installed_dev; then
     echo "installing pyproject.toml's extra dev into .venv (once)"

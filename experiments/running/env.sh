@@ -1,5 +1,31 @@
-# Sourced by the two commands of the README: makes .venv at the root, once, and goes there.
+# Sourced by the shell scripts: goes to the root, and takes the packages of the active environment, or makes .venv there, once.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
+run_script() {  # NAME WORDS...: a script of experiments/, in the folder where the command was typed
+    local root=$PWD script="$1"
+    shift
+    cd "$here"
+    if [ "$here" != "$root" ]; then script="$root/experiments/$script"; else script="experiments/$script"; fi
+    exec python "$script" "$@"
+}
+has_packages() {  # of the active environment: the versions that pyproject.toml asks for
+    python - 2> /dev/null << 'PY'
+import tomllib
+from importlib.metadata import version
+
+from packaging.requirements import Requirement
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+for text in project["dependencies"] + project["optional-dependencies"]["notebooks"]:
+    package = Requirement(text)
+    assert package.specifier.contains(version(package.name))
+PY
+}
+active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+if [ -n "$active" ] && [ ! "$active" -ef .venv ] && has_packages; then
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"  # before another checkout that is installed there
+    return
+fi
 shared=$(cd .venv 2> /dev/null && pwd -P || true)  # -e . of the requirements would turn that one to this code
 if [ -n "$shared" ] && [ "${shared#"$(pwd -P)/"}" = "$shared" ]; then
     echo "error: .venv leads out of this checkout, to $shared; remove the link (rm .venv), and one is made here" >&2
@@ -41,10 +67,3 @@ if ! is_installed installed; then
     mkdir -p .venv/etc/ipython && echo 'c.IPKernelApp.log_level = "ERROR"' > .venv/etc/ipython/ipython_kernel_config.py
     mark_installed installed
 fi
-run_script() {  # NAME WORDS...: a script of experiments/, in the folder where the command was typed
-    local root=$PWD script="$1"
-    shift
-    cd "$here"
-    if [ "$here" != "$root" ]; then script="$root/experiments/$script"; else script="experiments/$script"; fi
-    exec python "$script" "$@"
-}

@@ -18,6 +18,17 @@ if [ -z "$takes_flags" ] && [ ${#flags[@]} -gt 0 ]; then
     echo "error: unknown flag ${flags[0]}; see bash $0 --help" >&2
     exit 2
 fi
+# A flag is known where the Python script, or the flags that scripts share, name it
+folder=$(dirname "${BASH_SOURCE[0]}")/..
+script=$(sed -n 's/^run_script \([a-z_0-9]*[.]py\).*/\1/p' "$0")
+for flag in ${flags[@]+"${flags[@]}"}; do
+    name=${flag%%=*}
+    name=${name#--}
+    if [[ "$flag" = --* ]] && ! grep -qF -e "\"--$name\"" -e "\"${name#no-}\"" "$folder/$script" "$folder/running/cli.py"; then
+        echo "error: unknown flag --$name; see bash $0 --help" >&2
+        exit 2
+    fi
+done
 if [ ${#words[@]} -lt "$least" ] || { [ "$most" != any ] && [ ${#words[@]} -gt "$most" ]; }; then
     echo "error: usage: $(sed -n 's/^#     //p' "$0" | head -n 1)" >&2
     exit 2

@@ -16,6 +16,7 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,26 +266,74 @@ def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_log(tmp_path, mo
     assert done.said.startswith("Traceback") and done.said.count("\nerror: ") == 1
 
 
-# -- shell scripts: exit code 2 and one line, or 0 and --help
-SHELL = {  # too few or too many words
+# -- shell scripts: exit code 2 and one line, or 0 and --help, before anything is installed
+SHELL = {  # too few or too many words, and flags that no script has
     "download_weights": [["a", "b", "c"]],
-    "extract_attention": [[], ["a", "1", "b", "c"]],
-    "extract_all_layers": [["a"], ["a", "b", "c"]],
+    "extract_attention": [[], ["a", "1", "b", "c"], ["a", "--layr", "1"]],
+    "extract_all_layers": [["a"], ["a", "b", "c"], ["a", "b", "--no-cros"]],
+    "extract_figure4": [["wan_mini", "1", "--layer=3"], ["--seed", "1", "--promt", "a"]],
     "quickstart": [["1"]],
-    "run_notebooks": [[], ["a", "b"]],
+    "run_notebooks": [[], ["a", "b"], ["a", "b", "0", "--paramter", "STEP=1"]],
 }
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """The scripts on a machine without an environment, whose Python ends at once."""
+    root = tmp_path_factory.mktemp("bare")
+    (root / "experiments").mkdir()
+    shutil.copytree(ROOT / "experiments/running", root / "experiments/running")
+    for path in (ROOT / "experiments").glob("*.*"):
+        shutil.copy(path, root / "experiments")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for name in ("python", "python3"):
+        (root / "bin").mkdir(exist_ok=True)
+        (root / "bin" / name).symlink_to("/bin/false")
+    return SimpleNamespace(root=root, env=os.environ | {"PATH": f"{root}/bin:{os.environ['PATH']}"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHELL)
-def test_every_shell_script(name):
-    script = ["bash", f"experiments/{name}.sh"]
-    usage = subprocess.run([*script, "--help"], cwd=ROOT, capture_output=True, text=True)
+def test_every_shell_script(name, bare):
+    script, options = ["bash", f"experiments/{name}.sh"], {"cwd": bare.root, "env": bare.env}
+    usage = subprocess.run([*script, "--help"], **options, capture_output=True, text=True)
     assert usage.returncode == 0 and " ".join(script) in usage.stdout and not usage.stderr, usage
     for case in (["--no_such_flag"], *SHELL[name]):
-        done = subprocess.run([*script, *case], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run([*script, *case], **options, capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.startswith("error: "), (case, done)
-        assert done.stderr.count("\n") == 1, done
+        assert done.stderr.count("\n") == 1 and "python3 must be" not in done.stderr, done
+
+
+def test_flags_that_a_python_script_knows_come_to_it(bare):
+    known = ["--seed", "1", "--no-offload", "--step=1", "--granularity", "key", "--help-all"]
+    command = ["bash", "experiments/extract_figure4.sh", "wan_mini", "1", *known]
+    done = subprocess.run(command, cwd=bare.root, env=bare.env, capture_output=True, text=True)
+    assert done.stderr == "error: python3 must be 3.11 or newer\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", ["torch>=2", "torch>=99", "no-such-package"])
+def test_an_active_environment_with_the_packages_is_used_and_nothing_installed(wanted, bare, tmp_path):
+    """Its Python runs this code; without the packages a .venv is made."""
+    shutil.copytree(bare.root / "experiments", tmp_path / "experiments")
+    extras = "[project.optional-dependencies]\nnotebooks = []\n"
+    (tmp_path / "pyproject.toml").write_text(f'[project]\ndependencies = ["{wanted}"]\n{extras}')
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin/python").chmod(0o755)
+    (tmp_path / "experiments/run_extraction_figure4.py").write_text('"--seed"\nimport experiments, sys\n')
+    with (tmp_path / "experiments/run_extraction_figure4.py").open("a") as file:
+        file.write("print(experiments.__file__, sys.argv[1:])\n")
+    (tmp_path / "experiments/__init__.py").write_text("")
+    env = bare.env | {"VIRTUAL_ENV": str(tmp_path), "PATH": f"{tmp_path}/bin:{bare.env['PATH']}"}
+    command = ["bash", "experiments/extract_figure4.sh", "wan_mini", "--seed", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    if wanted == "torch>=2":
+        said = f"{tmp_path}/experiments/__init__.py ['--config_path', 'wan_mini', '--seed', '1']\n"
+        assert (done.returncode, done.stdout) == (0, said), done
+    else:
+        assert done.stderr == "error: python3 must be 3.11 or newer\n"
+    assert not (tmp_path / ".venv").exists()
 
 
 @pytest.mark.slow
