@@ -1076,8 +1076,21 @@ class Comparison:
         one, other = (run.video for run in self.runs)
         return torch.cat([one, other, (one.short() - other.short()).abs().to(one.dtype)], 2)
 
-    def save(self, path: str | Path, overwrite: bool = False) -> None:
-        """Write the three side by side as an mp4.
+    @property
+    def noise(self) -> str:
+        """Whether the runs began with other noise, or nobody knows it; "" where both had the same."""
+        starts: list[tuple[Any, Any]] = [
+            (run.config.seed, run.common.get("generator_state")) for run in self.runs
+        ]
+        one, other = starts
+        if one != other:
+            return "they began with different noise: give both one seed"
+        if one == (None, None):
+            return "whether they began with the same noise is not known"
+        return ""
+
+    def save(self, path: str | Path, overwrite: bool = False) -> Path:
+        """Write the three side by side as an mp4 -> its path.
 
         Args:
             path: its name, which ends in .mp4.
@@ -1089,11 +1102,15 @@ class Comparison:
         files.require_writable(path)
         about = f"comparison, {self.runs[0].model_title}"
         write_mp4(self.video.numpy(), path, model=about, fps=self.fps, overwrite=overwrite)
+        return Path(path)
 
     def __repr__(self) -> str:
         names = [f"{run.edits or 'no edit'}, {seed_in_words(run.config.seed)}" for run in self.runs]
         low, whole = self.psnr.min().item(), -10 * (10 ** (-self.psnr / 10)).mean().log10().item()
-        return f"Comparison: {names[0]} | {names[1]}: PSNR {whole:.1f} dB, at least {low:.1f}"
+        text = f"Comparison: {names[0]} | {names[1]}: PSNR {whole:.1f} dB, at least {low:.1f}"
+        if self.noise:
+            text += f"; {self.noise}"
+        return text
 
 
 # --- The x0 lens

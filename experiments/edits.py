@@ -130,9 +130,12 @@ class MeanRuns:
     @cached_property
     def made_of(self) -> str:
         plain = replace(of_any_prompt(self.config), prompt_schedule=None, interventions=[])
-        if self.recorded == interventions.HeadOutputs.sites:
-            return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS))
-        return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS, sites=self.recorded))
+        details: dict[str, Any] = {"mean_seeds": MEANS_SEEDS}
+        if self.recorded != interventions.HeadOutputs.sites:
+            details["sites"] = self.recorded
+        if self.session.kind == "pipeline":  # the identity of a causal run has them
+            details["reference_prompts"] = list(self.config.reference_prompts)
+        return fingerprint(self.session.identity(plain, [], **details))
 
     @property
     def path(self) -> Path:

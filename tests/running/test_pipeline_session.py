@@ -27,6 +27,7 @@ from experiments import (
 )
 from experiments.caches.files import CacheError, RunError
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
+from wan.config import RunConfig
 from wan.errors import ConfigError, UserError
 from wan.interventions import Ablate, Knockout, Patch, at
 from wan.sites import Pass
@@ -362,6 +363,14 @@ def test_a_patch_comes_from_another_prompt_and_means_from_others(pipeline, tmp_p
             assert not torch.equal(call(pipeline), plain)
         assert active.changed == [1]
     assert torch.equal(call(pipeline), plain)
+    session = load(pipeline)
+    edited = []
+    for prompts in (["a dog"], ["a cat"]):
+        session.config = replace(session.config, reference_prompts=prompts)
+        with intervene(session, Ablate("mean", layers=[1], passes="all")):
+            edited.append(call(pipeline))
+    assert not torch.equal(*edited)  # means are of the prompts that were named
+    session.config = replace(session.config, reference_prompts=RunConfig().reference_prompts)
     other = Patch("z", Source(weights="base", prompt="a red square"), passes="all")
     with intervene(pipeline, other), pytest.raises(ValueError, match="leave weights out"):
         call(pipeline)
@@ -602,7 +611,22 @@ def test_packed_latents_are_those_of_frames():
         edited = session.generate(seed=3, **given)
     assert run.latents.shape == (1, 3, 4, 2, 3) and torch.equal(run.latents, same.latents)
     assert run.config.num_frames == 3 and seen.atlas()["num_frames"] == 3
-    assert compare(run, edited).psnr.isfinite().all()
+    compared = compare(run, edited)
+    assert compared.psnr.isfinite().all() and repr(compared).endswith(f"at least {compared.psnr.min():.1f}")
+
+
+def test_a_comparison_says_where_noise_differs(pipeline, tmp_path):
+    small = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 1, "max_sequence_length": 16}
+    session = load(pipeline)
+    runs = [session.generate("a circle", seed=seed, **small) for seed in (1, 2)]
+    runs += [session.generate("a circle", **small) for _ in range(2)]
+    for one, other in ((runs[0], runs[1]), (runs[0], runs[2]), (runs[2], runs[3])):
+        assert repr(compare(one, other)).endswith("; they began with different noise: give both one seed")
+    path = tmp_path / "both.mp4"
+    assert compare(runs[0], runs[0]).noise == "" and compare(runs[0], runs[1]).save(path) == path
+    # A loop of one's own tells no noise.
+    unknown = replace(runs[0], config=replace(runs[0].config, seed=None), common={"generator_state": None})
+    assert "is not known" in compare(unknown, unknown).noise
 
 
 # --- Other families: what a call of the pipeline returned is what its run and atlas are of
