@@ -51,10 +51,10 @@ def write_transformer(ckpt_dir, native, shards: int = 1, layout: str = "diffuser
     (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index))
 
 
-def small_wan_pipeline(kind: type[WanPipeline] = WanPipeline) -> WanPipeline:
+def small_wan_pipeline(kind: type[WanPipeline] = WanPipeline, heads: int = 3) -> WanPipeline:
     """The miniature's text encoder and VAE, and a transformer of random weights."""
     torch.manual_seed(0)
-    sizes = {"num_attention_heads": 3, "attention_head_dim": 16, "ffn_dim": 64, "num_layers": 2}
+    sizes = {"num_attention_heads": heads, "attention_head_dim": 16, "ffn_dim": 64, "num_layers": 2}
     transformer = WanTransformer3DModel(**sizes, freq_dim=32, text_dim=64).eval()
     parts = {"tokenizer": AutoTokenizer, "text_encoder": UMT5EncoderModel, "vae": AutoencoderKLWan}
     parts |= {"scheduler": UniPCMultistepScheduler}

@@ -101,7 +101,7 @@ def test_the_readmes_block_runs_from_any_folder(elsewhere, monkeypatch):
 @patch.dict(POLICIES)  # a page adds one
 @pytest.mark.parametrize("page", ["own_code", "recipes", "miniature"])
 def test_the_pages_blocks_run_and_show_what_they_say(page, elsewhere, monkeypatch):
-    monkeypatch.setattr(WanPipeline, "from_pretrained", lambda name: small_wan_pipeline())
+    monkeypatch.setattr(WanPipeline, "from_pretrained", lambda name: small_wan_pipeline(heads=12))
     names: dict = {"__name__": page}
     shown, blocks = 0, BLOCK.findall((ROOT / f"docs/{page}.md").read_text())
     for block in blocks:
