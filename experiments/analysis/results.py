@@ -324,10 +324,10 @@ STRONGEST = 24  # heads of a pair, a quarter of the miniature's
 def attribution_pairs(report: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return scores and effects of all heads [pairs, layers, heads], by what is compared."""
     compared = {
-        "gradient, one pass": ("attribution", "exact"),
-        "gradient at 5 points, one pass": ("integrated", "exact"),
-        "gradient of all passes, rollout": ("attribution_of_all", "rollout"),
-        "gradient of one pass, rollout": ("attribution", "rollout"),
+        "score, one pass": ("attribution", "exact"),
+        "score at 5 points, one pass": ("integrated", "exact"),
+        "score of all passes, rollout": ("attribution_of_all", "rollout"),
+        "score of one pass, rollout": ("attribution", "rollout"),
         "exact patch of one pass, rollout": ("exact", "rollout"),
     }
     pairs = {}
