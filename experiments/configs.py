@@ -1,6 +1,7 @@
 """Configs, policies and weights of the project, found by name from any folder."""
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os.path import exists, isdir, isfile
@@ -10,7 +11,7 @@ from typing import Any
 from experiments.caches import files
 from wan import errors
 from wan.config import MODELS, RunConfig, load_config
-from wan.files import read_yaml
+from wan.files import DOWNLOAD_HINT, DOWNLOADS, read_yaml
 
 # Flags are read with this module, so that it imports no torch: a --help would wait for it.
 
@@ -58,13 +59,23 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
                 "opened first: load(WanPipeline.from_pretrained(...))"
             )
         raise errors.ConfigError(f"{source} is no config, its path, or a directory of weights{hint}")
-    return with_paths(load_config(path, given), lambda name: str(_below_home(Path(name))))
+    return load_with_paths(path, given, lambda name: str(_below_home(Path(name))))
 
 
 def model_names() -> list[str]:
     """Return the names of the project's configs that have a model; configs/ holds other settings too."""
     paths = sorted((HOME / "configs").glob("*.yaml"))
     return [path.stem for path in paths if "\nmodel:" in f"\n{path.read_text(encoding='utf-8')}"]
+
+
+def load_with_paths(path: str | Path, values: Mapping[str, Any], find: Callable[[str], str]) -> RunConfig:
+    """Load a config as with_paths() does; messages about missing weights name the command for this config."""
+    config = with_paths(load_config(path, dict(values)), find)
+    command = download_command(Path(path).stem, config)
+    for file in (config.ckpt_dir, config.checkpoint_path, *(each.path for each in config.loras)):
+        if file:
+            DOWNLOADS[str(Path(file))] = command
+    return config
 
 
 def with_paths(config: RunConfig, find: Callable[[str], str]) -> RunConfig:
@@ -76,6 +87,20 @@ def with_paths(config: RunConfig, find: Callable[[str], str]) -> RunConfig:
     if config.lora:
         changes["lora"] = [replace(lora, path=find(lora.path)) for lora in config.lora]
     return replace(config, **changes)
+
+
+def download_command(name: str, config: RunConfig) -> str:
+    """Return the command that downloads the weights of a config; name is its file's without .yaml."""
+    model = Path(config.ckpt_dir)
+    if config.release is None and model.name.startswith("Wan2"):  # base weights alone
+        return shlex.join(["hf", "download", f"Wan-AI/{model.name}", "--local-dir", str(model)])
+    words = [DOWNLOAD_HINT]
+    if config.release and name != NAMES[0] and isfile(HOME / "configs" / f"{name}.yaml"):
+        words.append(name)
+    folder = model.parent.parent
+    if model.is_absolute() and model.parent.name == "wan_models" and folder != HOME:
+        words.append(shlex.quote(str(folder)))
+    return " ".join(words)
 
 
 def missing_files(config: RunConfig) -> list[str]:

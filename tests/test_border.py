@@ -211,6 +211,12 @@ def test_a_flag_that_is_none_names_the_nearest(capsys):
     (["--prompts", "none.txt", "--output_dir", "x"], "No such file or directory; write a prompt a line"),
     (["--interventions", "none.yaml"], "No such file or directory; write - {edit: knockout, frames: first"),
     (["--ckpt_dir", "none"], "download_weights.sh; or --config_path configs/wan_mini.yaml, whose weights"),
+    (["--config_path", "longlive", "--ckpt_dir", "none"],
+     "run: bash experiments/download_weights.sh longlive; or"),
+    (["--config_path", "longlive", "--ckpt_dir", "/none/wan_models/a"],
+     "download_weights.sh longlive /none;"),
+    (["--config_path", "wan_14b", "--ckpt_dir", "none/Wan2.1-T2V-14B-Diffusers"],
+     "run: hf download Wan-AI/Wan2.1-T2V-14B-Diffusers --local-dir none/Wan2.1-T2V-14B-Diffusers;"),
 ])  # fmt: skip
 def test_a_wrong_flag_says_what_would_fit(flags, said, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)

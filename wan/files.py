@@ -42,6 +42,7 @@ MAPPED_BYTES = 1 << 26  # a smaller file is copied: it may be overwritten while 
 UNCLEAR_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[1-9][\d_]*(:[0-5]?\d)+(\.[\d_]*)?)")
 
 DOWNLOAD_HINT = "bash experiments/download_weights.sh"
+DOWNLOADS: dict[str, str] = {}  # a path of a config's weights -> the command that downloads them
 MINIATURE = "configs/wan_mini.yaml"
 
 
@@ -442,7 +443,10 @@ def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, is_folder: bool = 
     if not exists:
         if hint.startswith(DOWNLOAD_HINT):
             hint += f"; or --config_path {MINIATURE}, whose weights are here"
-        if hint.partition(" ")[0] in ("bash", "python"):
+        commands = [DOWNLOADS[str(place)] for place in (path, *path.parents) if str(place) in DOWNLOADS]
+        if commands:
+            hint = hint.replace(DOWNLOAD_HINT, commands[0])
+        if hint.partition(" ")[0] in ("bash", "python", "hf"):
             hint = f"run: {hint}"
         raise errors.CheckpointError(f"{name} not found; {hint}")
     return path

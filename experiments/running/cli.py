@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from experiments import configs, progress
 from experiments.caches import files
 from wan import errors
-from wan.config import DType, LoRAFile, RunConfig, load_config
+from wan.config import DType, LoRAFile, RunConfig
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
 # This module and those it imports must not import torch: --help would wait for it.
@@ -533,7 +533,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         values["prompt_schedule"] = schedule_settings(args.prompt_schedule)
     if args.lora:
         values["lora"] = [lora_file(text) for text in args.lora]
-    config = configs.with_paths(load_config(args.config_path, values), files.located)
+    config = configs.load_with_paths(args.config_path, values, files.located)
     if args.no_checkpoint:
         config = replace(config, checkpoint_path=None)
     if config.prompt_embeds:
