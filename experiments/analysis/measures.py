@@ -192,7 +192,7 @@ MEASURES = (
         "how much higher the mean logits of frame 0 are than query frame and distance explain",
         lambda view: effect_of(view).effect),
     ROW("first_frame_r2", "partial R² of s", "share of variance", "sequential", LOGIT, "matrices",
-        "share of what query frame and distance leave unexplained that frame 0 explains",
+        "query frame and distance explain a part of the mean logits; s explains this share of the rest",
         lambda view: effect_of(view).partial_r_squared),
     ROW("sign_rate", "positive context logits", "share of cells", "share", LOGIT, "context",
         "share of the frames of earlier blocks, over all queries, whose mean logit is positive",
@@ -213,8 +213,9 @@ MEASURES = (
         "context", "share of the attention to earlier blocks that goes to frame 0",
         lambda view: first_frame_mass(view.profiles(), view.context_frames)[1]),
     # Unlike s it depends on the spread within a frame:
-    ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", "matrices",
-        "the first-frame effect of the logarithm of the mass",
+    ROW("log_mass_effect", "first-frame effect on mass", "ln", "diverging", "mass", "matrices",
+        "natural logarithm of a factor, by which the mass on frame 0 differs from what query frame and "
+        "distance explain; 0 is no effect, 0.69 is twice the mass, −0.69 is half",
         lambda view: effect_of(view, np.log).effect),
 )  # fmt: skip
 FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effect", "log_mass_effect")

@@ -50,20 +50,6 @@ KIND_MEANINGS = {
     "veil": SIGNS.format("at most {veil:.0f}"),
     "positive": SIGNS.format("at least {anchor:.0f}") + ", but its mean at frame 0 is negative",
 }
-# Title, unit and meaning of measures whose rows of MEASURES need their formulas beside them
-PLAIN = {
-    "log_mass_effect": (
-        "first-frame effect on mass",
-        "ln",
-        "natural logarithm of a factor, by which the mass on frame 0 differs from what query frame and "
-        "distance explain; 0 is no effect, 0.69 is twice the mass, −0.69 is half",
-    ),
-    "first_frame_r2": (
-        "partial R² of s",
-        "share of variance",
-        "query frame and distance explain a part of the mean logits; s explains this share of the rest",
-    ),
-}
 LONGEST = {"model": 120, "source": 600, "note": 400, "label": 120}  # letters of what a cache says in words
 MOST_NOTES = 20
 MAX_MB = 16.0  # both quantities of five passes of 30 x 12 heads x 72 frames are 14 MB
@@ -229,8 +215,7 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
         "blocks": list(view.block_sizes),
         "query_frames": list(view.query_frames),
         "quantities": quantities,
-        "meanings": {measure.name: measure.meaning for measure in MEASURES}
-        | {name: meaning for name, (_, _, meaning) in PLAIN.items()},
+        "meanings": {measure.name: measure.meaning for measure in MEASURES},
         "kinds": {name: meaning.format(**percent) for name, meaning in KIND_MEANINGS.items()},
         "passes": [pass_data(views, averages) for views in passes],
     }
@@ -292,8 +277,7 @@ def pass_data(views: Views, averages: int) -> dict[str, Any]:
     measures = []
     for measure in measure_heads(logits, mass):
         if measure.values is not None and np.isfinite(measure.values).any():
-            title, unit, _ = PLAIN.get(measure.name, (measure.title, measure.unit, ""))
-            shown = {"name": measure.name, "title": title, "unit": unit}
+            shown = {"name": measure.name, "title": measure.title, "unit": measure.unit}
             measures.append(shown | {"scale": measure.scale, "values": numbers(measure.values)})
     return {
         "label": words(any_quantity(views).pass_label, LONGEST["label"]),

@@ -365,7 +365,7 @@ def test_titles_say_what_the_numbers_are():
     assert title_of(figure) == "Kinds of 3 heads: 2 anchor, 1 wave, 0 veil"
     assert "absent" not in " ".join(text.get_text() for text in figure.findobj(plt.Text))
     absent = HeadMap("a", "first − middle", "logits", "diverging", None, "no logits in this cache")
-    mass = absent._replace(title="s of log mass", values=labels + 0.0, missing_reason="")
+    mass = absent._replace(title="first-frame effect on mass", values=labels + 0.0, missing_reason="")
     figure = figures.preference_dots(absent, [mass], border=2, title="Frame 0")
     note = figure.legends[0].get_title().get_text()
     assert note == "not drawn: first − middle (no logits in this cache)"
