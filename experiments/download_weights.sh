@@ -7,7 +7,8 @@
 #     bash experiments/download_weights.sh [--yes] [--accept_licence] [--from DIR] [NAME] [FOLDER]
 #
 # --from DIR: copy from DIR/OWNER/REPOSITORY in place of the hub, as from another machine or in a rehearsal.
-# NAME: a configuration of configs/, self_forcing_dmd where not given. FOLDER: the root of the repository where not given.
+# NAME: a configuration of configs/, self_forcing_dmd where not given. FOLDER: the root of the repository where not given;
+# a new folder is written with a slash, ./weights.
 set -euo pipefail
 usage="usage: bash experiments/download_weights.sh [--yes] [--accept_licence] [--from DIR] [NAME] [FOLDER]"
 yes="" accepted="" copies="" name=self_forcing_dmd
@@ -27,7 +28,7 @@ done
 configs=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../configs")
 case "${1-}" in
     "" | */* | .*) ;;      # a folder
-    *) if [ -f "$configs/$1.yaml" ] || [ $# -gt 1 ]; then name="$1"; shift; fi ;;
+    *) if [ -f "$configs/$1.yaml" ] || [ ! -d "$1" ] || [ $# -gt 1 ]; then name="$1"; shift; fi ;;
 esac
 if [ $# -gt 1 ]; then echo "error: $usage" >&2; exit 2; fi
 folder=$(realpath -m "${1:-$(dirname "${BASH_SOURCE[0]}")/..}")
@@ -38,12 +39,13 @@ import sys
 from pathlib import Path
 
 from wan.config import load_config
+from wan.errors import did_you_mean
 from wan.names import VAE_FILE, WIDE_VAE_FILE
 
 configs, name = Path(sys.argv[1]), sys.argv[2]
 known = [path.stem for path in sorted(configs.glob("*.yaml")) if "\nrelease:\n" in path.read_text(encoding="utf-8")]
 if name not in known:
-    sys.exit(f"error: {name!r} is not one of {', '.join(known)}")
+    sys.exit(f"error: no weights of {name!r} are released{did_you_mean(name, known)}; a new folder is written ./{name}")
 config = load_config(configs / f"{name}.yaml")
 base = Path(config.ckpt_dir).name
 for field in ("source", "licence", "repository", "folder"):
@@ -103,7 +105,7 @@ if [ -n "$copies" ]; then
     planned="copied from $copies"
 else
     planned=$(fetch --dry-run --format human 2>&1) ||
-        { echo "error: ${HF_ENDPOINT:-https://huggingface.co} does not answer; look at the network, then run this again" >&2; exit 1; }
+        { echo "error: ${HF_ENDPOINT:-https://huggingface.co} does not answer; look at the network, then run this again; HF_ENDPOINT names a mirror, --from DIR a folder with copies" >&2; exit 1; }
 fi
 echo "$planned"
 echo "into $folder, where $(df -Ph "$(realpath -e "$folder" 2>/dev/null || echo .)" | awk 'NR == 2 {print $4}') are free"

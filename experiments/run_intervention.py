@@ -1,6 +1,7 @@
 """Roll out with and without interventions, from the same noise: what they change, and both videos.
 
-    python experiments/run_intervention.py --config_path configs/wan_mini.yaml --interventions edits.yaml
+    EDITS=configs/edits/forget_past.yaml
+    python experiments/run_intervention.py --config_path configs/wan_mini.yaml --interventions $EDITS
     ls cache/effects.pt cache/effects.mp4
 
 docs/interventions.md says what can be edited, and explains the numbers.

@@ -368,6 +368,8 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
     path = source.with_suffix(".mp4")
     if video is not None:
         path = Path(video)
+        if not path.is_file():
+            raise files.CacheError(f"{path} is not there: leave the video out (--video), or name an mp4")
     elif len(inside) == 1:
         path = inside[0]
     if not path.is_file():

@@ -26,9 +26,11 @@ from experiments.progress import observed
 from experiments.running.cli import videos_of
 from experiments.session import Session, load
 from wan import blocks, interventions
+from wan.checkpoint import read_model_config
 from wan.config import RunConfig
-from wan.errors import library_reads
+from wan.errors import in_context, library_reads
 from wan.files import load_tensors
+from wan.sites import RolloutSizes, check_indices
 from wan.vae import VAE
 
 ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
@@ -52,6 +54,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     written = [args.output_path, *videos]
     provenance.check_outputs(args, config, written)
     edits, plain = interventions.config_edits(config), replace(config, interventions=[])
+    check_indices_of(edits, config, args.interventions or args.config_path)
     with files.claimed(dict.fromkeys(written, 0)), observed(args, unit=None) as watch:
         parts = {"frames": range(config.num_frames), "fields": ("psnr", "ssim")}
         cache_builders.require_free_cache(args.output_path, "effects", parts, config, args.overwrite)
@@ -103,6 +106,23 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             watch.print(f"{video}: without and with the edits")
         total = measured["total"] / measured["between_seeds"]
         watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")
+
+
+def check_indices_of(edits: Sequence[interventions.Edit], config: RunConfig, path: str) -> None:
+    """Raise ConfigError for a layer, head, block, step or frame that the run lacks; path holds the edits."""
+    model, steps = read_model_config(config.ckpt_dir), config.num_passes - 1
+    sizes = RolloutSizes(
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        text_len=model.text_len,
+        num_steps=steps,
+        last_steps=(steps - 1,) * len(config.block_sizes),
+    )
+    for number, edit in enumerate(edits, 1):
+        with in_context(f"{path}: intervention {number}"):
+            edit.check(sizes)
+            frames = [frame for frame in edit.key_frames or () if isinstance(frame, int)]
+            check_indices("frame", frames, config.num_frames)
 
 
 def side_by_side(config: RunConfig) -> outputs.Contents:

@@ -450,6 +450,9 @@ def test_without_a_network_and_with_a_wrong_name_it_says_so_in_one_line(clone, t
     done = download(1, clone, "--yes", str(tmp_path / "here"))  # where nobody listens
     wrong = download(1, clone, "no_such", "x")
     assert (done.returncode, wrong.returncode) == (1, 2) and "does not answer" in done.stderr
+    assert "HF_ENDPOINT" in done.stderr and "--from DIR" in done.stderr
+    typo = download(1, clone, "--yes", "causvd")  # a new folder has a slash
+    assert typo.returncode == 2 and "did you mean causvid?" in typo.stderr and not Path("causvd").exists()
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == wrong.stderr.count("\n") == 1
 
 

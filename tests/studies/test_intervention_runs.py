@@ -146,6 +146,25 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_
         run_intervention.run([*flags, "--quiet", "--seed", "1"])
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("frames: 6", r"frame 6 is not in 0\.\.5"),
+        ("frames: past, heads: [99]", r"head 99 is not in 0\.\."),
+        ("frames: past, layers: 99", r"layer 99 is not in 0\.\."),
+    ],
+)
+def test_the_script_refuses_an_index_that_the_run_lacks_before_it_loads(
+    setting, said, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Session, "prepare", lambda *_, **__: pytest.fail("loaded"))
+    path = tmp_path / "edits.yaml"
+    path.write_text(f"- {{edit: knockout, {setting}}}")
+    flags = ["--config_path", tiny.path, "--num_frames", "6", "--output_path", str(tmp_path / "effects.pt")]
+    with pytest.raises(ConfigError, match=f"^{path}: intervention 1: (Knockout: )?{said}"):
+        run_intervention.run([*flags, "--interventions", str(path)])
+
+
 def test_the_base_model_is_edited_by_its_config_too(tiny):
     edits = [Ablate("zero", heads=[1], layers=[1], passes="denoise").to_dict()]
     small = replace(tiny.config, base=replace(tiny.config.base, num_video_frames=5, num_steps=2))
