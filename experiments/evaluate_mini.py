@@ -20,7 +20,7 @@ def run(argv=None):
     flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     flag("--captions", type=cli.count, default=96, help="held-out captions of each set")
     flag("--clips", type=cli.count, default=96, help="held-out clips of 81 frames for the VAE's PSNR")
-    flag("--workers", type=cli.whole_number, help="processes that judge videos; one a core where left out")
+    flag("--workers", type=cli.count, help="processes that judge videos; one a core where left out")
     flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     report = "checkpoints/wan-mini/evaluation.json"
     flag("--output_path", type=cli.output_file((".json",)), default=report, help="where the report goes")

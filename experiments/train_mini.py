@@ -25,7 +25,7 @@ def run(argv=None):
     flag("--steps", type=cli.count, help="of the stage; the recipe's where left out, as the next two")
     flag("--batch", type=cli.count, help="clips of 81 frames per step")
     flag("--clips", type=cli.count, help="different clips to train on")
-    flag("--minutes", type=cli.finite_number, help="at most; the data is not counted")
+    flag("--minutes", type=cli.number(float, 1e-3, 1e6), help="at most; the data is not counted")
     flag("--output_dir", type=Path, default=Path("checkpoints/wan-mini"), help="folder of the weights")
     flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     flag("--seed", type=cli.count_or_none, default=0, help="of clips and noise")

@@ -137,7 +137,6 @@ class output_file:
 
 
 whole_number = number(int, -(2**63), 2**63 - 1, "whole number (of 64 bits)")
-finite_number = number(float, -sys.float_info.max, sys.float_info.max, "finite number")
 count = number(int, 1, MAX_COUNT)
 count_or_none = number(int, 0, MAX_COUNT)
 

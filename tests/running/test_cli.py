@@ -230,6 +230,22 @@ def test_wrong_numbers_and_names_are_told_what_is_right(words, message, capsys):
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "script, flags, message",
+    [
+        ("train_mini", ["--stage", "vae", "--minutes", "-1"], "'-1' is not a number from 0.001 to 1000000"),
+        ("train_mini", ["--stage", "vae", "--seed", "-1"], "'-1' is not a whole number from 0"),
+        ("evaluate_mini", ["--workers", "-1"], "'-1' is not a whole number from 1"),
+        ("evaluate_mini", ["--output_path", "x.pt"], "x.pt does not end in .json"),
+    ],
+)
+def test_flags_of_the_miniature_have_limits(script, flags, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"experiments.{script}").run(flags)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and message in said and said.count("\n") == 1
+
+
 def test_names_and_files_of_the_project_are_known_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(argparse.ArgumentTypeError, match="none of configs/; known ones: ") as caught:
