@@ -23,12 +23,13 @@ from experiments.analysis.stats import percent, signed, spearman
 
 KINDS = ("anchor", "static", "wave", "dynamic", "veil")  # from dark to light: each set of kinds is far apart
 MEANING = {  # of kinds of heads, by published rules (experiments/analysis/taxonomy.py)
-    "anchor": "nearly all logits of past frames are above 0",
-    "wave": "some are",
-    "veil": "almost none is",
-    "static": "its mass is on the newest frames",
-    "dynamic": "its mass reaches further back",
+    "anchor": "nearly all logits of the past are above 0",
+    "wave": "some logits of the past are above 0",
+    "veil": "almost no logit of the past is above 0",
+    "static": "the mass is on the newest frames",
+    "dynamic": "the mass reaches further back",
 }
+OTHER_KIND = "the head is of another kind in what it is compared with"
 SHARED = ("logits", "1: another seed", "share of x0")  # units whose panels are to be compared
 
 
@@ -52,20 +53,27 @@ def head_maps(
     columns = max(1, math.ceil(len(shown) / rows))
     # At a column's width there are two side by side: low ones, that all may stand on one page
     height = _height(len(layers)) + 0.3
-    if st.is_narrow() and len(shown) > 4:
+    if st.is_narrow():
         height = 1.0
+        if len(shown) <= 4:
+            height = min(_height(len(layers)) + 0.3, 2.0)
     figure, axes = st.panels(len(shown), columns, (3.0, height))
     # 2. Units that are compared share a scale; a share of 1 has its own ends
     legend: dict[str, Artist] = {}
+    scales = {(panel.scale, panel.unit) for panel, _ in shown}
+    is_shared = len(shown) > 1 and len(scales) == 1 and shown[0][0].unit in SHARED
     for axis, (panel, values) in zip(axes, shown, strict=True):
         compared = [values]
         if panel.unit in SHARED:
             compared = [v for other, v in shown if (other.scale, other.unit) == (panel.scale, panel.unit)]
         colors = _scale(panel.scale, np.stack(compared))
         image = _map(axis, values, layers, f"{capitalized(panel.title)}\n{panel.queries}", **colors)
-        st.color_bar(figure, image, axis, panel.unit, values)
+        if not is_shared:
+            st.color_bar(figure, image, axis, panel.unit, values)
         if np.isnan(values).any():
             legend["absent"] = Patch(facecolor=st.GREY, label="no value")
+    if is_shared:
+        st.color_bar(figure, image, axes, shown[0][0].unit, np.stack(compared))
     note = st.missing_note(missing)
     st.label_figure(figure, axes, title, subtitle, "Layer", legend, "Head", note)
     return figure
@@ -92,9 +100,7 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
         _map(axis, values, layers, f"{panel.title}\n{panel.queries}", vmax=len(names) - 0.5, **colors)
         if panel.differs is not None:
             rows, columns = np.nonzero(panel.differs)
-            (dots,) = axis.plot(
-                columns, rows, "o", color="black", markersize=3, label="of another kind there"
-            )
+            (dots,) = axis.plot(columns, rows, "o", color="black", markersize=3, label=OTHER_KIND)
             dots.set(markeredgecolor="white", markeredgewidth=0.6)
             legend["differs"] = dots
     if not title and shown:
@@ -159,10 +165,17 @@ def _scale(kind: str, values: np.ndarray) -> dict[str, Any]:
 # --- Dots of heads, coloured by layer
 
 
+def _panels_of_dots(n: int) -> tuple[st.StyledFigure, list[Axes]]:
+    """Make panels of dots; a few in a column lie one below the other: hundreds of dots need room."""
+    if st.is_narrow() and n <= 3:
+        return st.panels(n, 1, (2.9, 1.9))
+    return st.panels(n, 3, (2.9, 2.6))
+
+
 @st.styled
 def attribution_against(compared: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
     """Draw a panel per comparison of scores and effects [pairs, N, H]: a dot per head, the mean of pairs."""
-    figure, axes = st.panels(len(compared), 3, (2.9, 2.6))
+    figure, axes = _panels_of_dots(len(compared))
     agreements = {}
     for axis, (name, (score, effect)) in zip(axes, compared.items(), strict=True):
         dots = np.full(score.shape[1:], "o")
@@ -195,7 +208,7 @@ def preference_dots(
     shown = []
     if older.values is not None:
         shown = [(panel, panel.values) for panel in newer if panel.values is not None]
-    figure, axes = st.panels(len(shown), 3, (2.9, 2.6))
+    figure, axes = _panels_of_dots(len(shown))
     for axis, (panel, values) in zip(axes, shown, strict=True):
         layers = _scatter_heads(axis, np.asarray(older.values), values, 14, np.full(values.shape, "o"))
         for draw_line in (axis.axhline, axis.axvline):
@@ -203,16 +216,20 @@ def preference_dots(
         if panel.unit == older.unit:
             axis.axline((0, 0), slope=1, color="0.6", linewidth=0.8, zorder=0)
         axis.set_ylabel(f"{capitalized(panel.title)} ({panel.unit})")
+    notes = [st.missing_note((panel.title, panel.missing_reason) for panel in missing)]
     if shown:
         _layer_bar(figure, layers, axes)
-    note = st.missing_note((panel.title, panel.missing_reason) for panel in missing)
+        notes.insert(0, f"a dot is a head; dotted: {border:g} {older.unit}; line: equal")
+    note = "; ".join(filter(None, notes))
     x = f"{capitalized(older.title)} ({older.unit})"
     st.label_figure(figure, axes, title, subtitle, x=x, note=note)
     return figure
 
 
 def capitalized(text: str) -> str:
-    """Return text with its first letter large, the rest as it is."""
+    """Return text with its first letter large, the rest as it is; a symbol such as s stays small."""
+    if text[1:2] == " ":
+        return text
     return text[:1].upper() + text[1:]
 
 
@@ -241,7 +258,7 @@ def effect_against(
         if np.nanmin(positive) / 10 < floor < np.nanmax(positive):
             axis.axhline(floor, color="0.4", linewidth=0.8, linestyle=":")
         axis.set_xlabel(capitalized(name))
-        axis.set_title(notes.get(name, ""), fontsize=st.SMALL)
+        axis.set_title(notes.get(name, "").replace("-", "−"), fontsize=st.SMALL)
     _scale_by_logarithm(axes[0])  # of all: they share the axis
     _layer_bar(figure, layers, axes)
     y = "Direct effect on x0 (1: another seed)"
@@ -267,7 +284,7 @@ def _scatter_heads(
 def _layer_bar(figure: Figure, layers: ScalarMappable, axes: Sequence[Axes]) -> None:
     """Draw the colour bar of the layers."""
     N = layers.cmap.N
-    st.color_bar(figure, layers, axes, "layer", ticks=range(0, N, max(1, N // 8)))
+    st.color_bar(figure, layers, axes, "Layer", ticks=range(0, N, max(1, N // 8)))
 
 
 # --- The first-frame effect
@@ -297,12 +314,19 @@ def placebo_strips(effect: np.ndarray, placebos: np.ndarray, frames: Sequence[in
     st.label_places(means.xaxis, range(columns[-1] + 1))
     _mark_absent(means, columns, mean[columns])
     strips.tick_params(labelbottom=False)
-    title = f"Frame 0 gets {signed(mean[0])} logits more than its distance explains"
+    title = f"Frame 0 gets {_more_or_less(mean[0], 'more', 'less')} than its distance explains"
     others = np.abs(mean[columns[1:]])
     if np.isfinite(others).any():
         title += f"; other early key frames, the placebos, at most {np.nanmax(others):.2f} in size"
     st.label_figure(figure, [means], title, subtitle, legend=st.handles(means))
     return figure
+
+
+def _more_or_less(logits: float, more: str, less: str) -> str:
+    """Say how many logits something is above or below."""
+    if logits < 0:
+        return f"{-logits:.2f} logits {less}"
+    return f"{logits:.2f} logits {more}"
 
 
 @st.styled
@@ -337,7 +361,8 @@ def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, subtitle=
         axis.axhline(0, color="0.4", linewidth=0.8)
     title = "Frame 0 against other frames"
     if np.isfinite(mean[0]):
-        title = f"Frame 0 is {signed(mean[0])} logits above what the frames after it lead to expect"
+        difference = _more_or_less(mean[0], "above", "below")
+        title = f"Frame 0 is {difference} what the frames after it lead to expect"
     note = "mean over heads, all query frames; bands and lines: 95 % interval of the mean"
     st.label_figure(figure, [], title, subtitle, legend=st.handles(right), note=note)
     return figure
@@ -358,8 +383,8 @@ def effect_by_pass(effects: Mapping[str, np.ndarray], subtitle="") -> Figure:
     st.label_places(axis.xaxis, [st.wrapped(name, st.SMALL, room) for name in effects])
     axis.set(ylabel="First-frame effect s (logits)", xlim=(-0.4, len(values) - 0.6))
     means = [f"{signed(float(np.nanmean(of_pass)))} in {name}" for name, of_pass in effects.items()]
-    title = f"Mean first-frame effect over heads: {means[0]}, {means[-1]}"
-    st.label_figure(figure, [], title, subtitle, legend=st.handles(axis), note="grey: a line a head")
+    title = f"Mean first-frame effect over heads, in logits: {means[0]}, {means[-1]}"
+    st.label_figure(figure, [], title, subtitle, legend=st.handles(axis), note="a grey line is a head")
     return figure
 
 
@@ -552,7 +577,7 @@ def budget_shares(
     best = max(rules, key=lambda rule: panels[rule]["all"][size][0])
     shares = [percent(panels[rule]["all"][size][0]) for rule in ("uniform", best)]
     title = f"At {size} frames a head, equal windows bring {shares[0]} of hidden shapes back; the best of "
-    title += f"{len(rules)} rules that prefer some heads, {best}, {shares[1]}"
+    title += f"{len(rules)} rules that favour some heads brings {shares[1]} ({best})"
     note = "; ".join(part for part in (SHARES_NOTE, note) if part)
     x, y = "Videos whose shape is back in colour and outline", "Heads are chosen by"
     st.label_figure(figure, axes, title, subtitle, y, {"uniform": line}, x, note)
@@ -625,9 +650,7 @@ def lines_by_layer(
     axis.set_ylabel(capitalized(y))
     first, last = np.asarray(values)[[0, -1]]
     most = int(np.abs(last - first).argmax())
-    title = (
-        f"{capitalized(y)}: {first[most]:.3g} in layer {layers[0]}, {last[most]:.3g} in layer {layers[-1]} "
-    )
-    title += f"({names[most]})"
+    title = f"{capitalized(names[most])}: {y} changes most, from {first[most]:.3g} in layer {layers[0]} "
+    title += f"to {last[most]:.3g} in layer {layers[-1]}"
     st.label_figure(figure, [axis], title, x="Layer", legend=st.handles(axis))
     return figure

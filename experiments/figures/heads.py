@@ -106,18 +106,41 @@ def listed(parts: Sequence[str]) -> str:
 def _highest_frames(panels: Sequence[HeadPanel]) -> str:
     """Say on which key frame each head is highest."""
     known = [panel for panel in panels if np.isfinite(panel.profile).any()]
-    frames = [f"{panel.label} on frame {np.nanargmax(panel.profile)}" for panel in known]
-    return f"Highest: {listed(frames)}" if frames else "No key frame was attended"
+    if not known:
+        return "No key frame was attended"
+    first, *others = [f"{panel.label}{{}} on frame {np.nanargmax(panel.profile)}" for panel in known]
+    return listed([first.format(" is highest"), *(text.format("") for text in others)])
 
 
-def _peaks(profiles: np.ndarray, caption: view.Caption) -> str:
+def peaks(maps: Sequence[ProfileMap], highlighted_frames: Mapping[str, Sequence[int]] = view.NOTHING) -> str:
+    """Say how many heads are highest in frame 0 and in highlighted frames; of several maps, in two of them.
+
+    The two are the first and the last.
+    """
+    shown = [(panel, panel.values) for panel in maps if panel.values is not None]
+    profiles = [values[:, : values.shape[1] - panel.averages] for panel, values in shown]
+    text = _peaks(profiles[0], highlighted_frames)
+    if len(shown) > 1:
+        counts = " and ".join(map(str, _peak_counts(profiles[-1], highlighted_frames).values()))
+        text += f" ({shown[0][0].title}); {counts} ({shown[-1][0].title})"
+    return text
+
+
+def _peaks(profiles: np.ndarray, highlighted_frames: Mapping[str, Sequence[int]]) -> str:
     """Say how many profiles [n, F] are highest in frame 0, and in highlighted frames."""
+    counts = _peak_counts(profiles, highlighted_frames)
+    text = f"{counts.pop('frame 0')} of {len(profiles)} heads are highest in frame 0"
+    return ", ".join([text, *(f"{count} in {name}" for name, count in counts.items())])
+
+
+def _peak_counts(profiles: np.ndarray, highlighted_frames: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Count the profiles [n, F] that are highest in frame 0, and in highlighted frames."""
     known = profiles[np.isfinite(profiles).any(-1)]
     highest = np.where(np.isnan(known), -np.inf, known).argmax(-1)
-    parts = [f"{(highest == 0).sum()} of {len(profiles)} heads are highest in frame 0"]
-    for text, frames in caption.highlighted_frames.items():
-        parts.append(f"{np.isin(highest, list(frames)).sum()} in the {text.partition(' (')[0]}")
-    return ", ".join(parts)
+    counts = {"frame 0": int((highest == 0).sum())}
+    for text, frames in highlighted_frames.items():
+        counts[f"the {text.partition(' (')[0]}"] = int(np.isin(highest, list(frames)).sum())
+    return counts
 
 
 def _curves_as_map(
@@ -228,7 +251,7 @@ def head_grid(
 ) -> Figure:
     """Draw a small panel per row of profiles [n, F + averages], each on its own scale."""
     n, F = profiles.shape[0], profiles.shape[1] - caption.averages
-    parts = [f"Layer {layer}: {_peaks(profiles[:, :F], caption)}", note]
+    parts = [f"Layer {layer}: {_peaks(profiles[:, :F], caption.highlighted_frames)}", note]
     if not st.has_room(n):
         bands = dict(zip(titles, profiles[:, None], strict=True))
         return _curves_as_map(bands, caption, "; ".join(filter(None, parts)), "Head")
@@ -252,11 +275,12 @@ def head_grid(
 def sweep_curves(profiles: Mapping[str, np.ndarray], caption: view.Caption, names: Sequence[str]) -> Figure:
     """Draw a panel per head of profiles [atlases, F + averages]: mean, deviation (n − 1), each atlas."""
     title = f"{st.NAMES[caption.quantity].capitalize()} over {len(names)} atlases"
-    agreements = [f"{_least_correlation(values):.2f} ({head})" for head, values in profiles.items()]
     if len(names) > 1:
-        title = (
-            f"Least correlation of a head's curve in two of {len(names)} atlases: r = {listed(agreements)}"
-        )
+        agreements = [
+            f"{_least_correlation(values):.2f} ({head.partition(':')[0]})"
+            for head, values in profiles.items()
+        ]
+        title = f"Over {len(names)} atlases, curves of a head correlate by at least r = {listed(agreements)}"
     if not st.has_room(len(profiles)):
         bands = {head: values.mean(0, keepdims=True) for head, values in profiles.items()}
         return _curves_as_map(bands, caption, f"{title}, their mean", "Head")
@@ -319,14 +343,26 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: view.
         axis.plot(frames, middle[:F], color=st.MEASURED, marker=marker, markersize=2)
         axis.yaxis.set_major_locator(MaxNLocator(ticks))
         legend |= _finish_profile(axis, middle[:F], middle[F:], caption, f"Layer {layer}")
-    band = "median and middle 80 % of"
+    note = f"line and band: median and middle 80 % of {H} heads"
     if caption.quantity == "mean_logit":
-        band = "mean ± standard deviation over"
-    title = f"{st.NAMES[caption.quantity].capitalize()} by layer: {band} {H} heads"
+        note = f"line and band: mean ± standard deviation over {H} heads"
     if N > 1:
-        title += "; scales differ"
-    st.label_figure(figure, axes, title, caption.about, st.LABELS[caption.quantity], legend)
+        note += "; scales differ"
+    title = _highest_layer(profiles[..., :F], layers, caption)
+    st.label_figure(figure, axes, title, caption.about, st.LABELS[caption.quantity], legend, note=note)
     return figure
+
+
+def _highest_layer(profiles: np.ndarray, layers: Sequence[int], caption: view.Caption) -> str:
+    """Say where the middle over heads of profiles [N, H, F], a mean or a median, is highest."""
+    middle, name = profiles.mean(1), "mean"
+    if caption.quantity != "mean_logit":
+        middle, name = np.median(profiles, 1), "median"
+    if not np.isfinite(middle).any():
+        return "No key frame was attended"
+    layer, frame = divmod(int(np.nanargmax(middle)), middle.shape[1])
+    where = f"in layer {layers[layer]}, on key frame {frame}"
+    return f"The {name} over {profiles.shape[1]} heads is highest {where}"
 
 
 def _layers_as_maps(profiles: np.ndarray, layers: Sequence[int], caption: view.Caption) -> Figure:
@@ -346,7 +382,8 @@ def _layers_as_maps(profiles: np.ndarray, layers: Sequence[int], caption: view.C
     legend = st.grey_legend(profiles)
     for axis in axes:
         legend |= _mark_frames(axis, profiles.shape[2], caption)
-    title = f"{st.NAMES[caption.quantity].capitalize()} over {profiles.shape[1]} heads, by layer"
+    F = profiles.shape[2] - caption.averages
+    title = _highest_layer(profiles[..., :F], layers, caption)
     x = f"Key frame ({caption.unit})"
     st.label_figure(figure, axes, title, caption.about, "Layer", legend, x)
     return figure
@@ -374,10 +411,12 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: view.C
         bar = st.color_bar(figure, ScalarMappable(Normalize(-0.5, N - 0.5), colors), axis, "Layer")
         shown = np.unique(np.linspace(0, N - 1, 8).round().astype(int))
         bar.set_ticks(shown.tolist(), labels=[str(layers[i]) for i in shown])
-    title = f"{st.NAMES[caption.quantity].capitalize()}, mean over {H} heads, a line per layer"
+    title = "No key frame was attended"
     if np.isfinite(mean[:, :F]).any():
-        row, frame = divmod(int(np.nanargmax(mean[:, :F])), F)
-        title = f"The mean over {H} heads is highest in layer {layers[row]}, on key frame {frame}"
+        order = np.argsort(np.nanmean(mean[:, :F], 1))
+        title = f"Layer {layers[order[-1]]} is highest, averaged over {H} heads and all key frames"
+        if N > 1:
+            title += f"; layer {layers[order[0]]} is lowest"
     st.label_figure(figure, [axis], title, caption.about, st.LABELS[caption.quantity], legend)
     return figure
 
@@ -402,9 +441,9 @@ def layer_statistics(
         mean, deviation = values.mean(2), values.std(2)  # [N, 3]
         for color, of_frame, spread in zip(colors.values(), mean.T, deviation.T, strict=True):
             axis.fill_between(
-                range(N), of_frame - spread, of_frame + spread, color=color, alpha=0.2, linewidth=0
+                range(N), of_frame - spread, of_frame + spread, color=color, alpha=0.12, linewidth=0
             )
-            axis.plot(of_frame, "o-", color=color, markersize=2, linewidth=1)
+            axis.plot(of_frame, "o-", color=color, markersize=3)
     axis.axhline(0, color="0.4", linewidth=0.8)
     st.label_places(axis.xaxis, layers)
     axis.set(ylabel=st.LABELS[caption.quantity], xlim=(-0.6, N - 0.4))
@@ -622,6 +661,8 @@ def frame_maps(
         name += f", {H} heads" if H > 1 else f", head {heads[0]}"
     if not title:
         title = f"{name}: {st.NAMES[caption.quantity]} of every query frame on every key frame"
+        if keys is None and np.isfinite(matrices).any():
+            title = f"{name}: {_highest_keys(matrices[..., :F], query_frames)}"
     # 2. A cache of profiles alone: an empty panel says so
     if not np.isfinite(matrices).any():
         figure, (axis,) = st.panels(1, 1, size=(7.0, 1.0))
@@ -668,6 +709,18 @@ def frame_maps(
     st.color_bar(figure, image, axes, st.LABELS[caption.quantity])
     st.label_figure(figure, axes, title, caption.about, f"Query frame ({caption.unit})", legend, x)
     return figure
+
+
+def _highest_keys(matrices: np.ndarray, query_frames: Sequence[int]) -> str:
+    """Say how many rows of matrices [H, rows, F] are highest in the query's own frame, and in frame 0."""
+    is_known = np.isfinite(matrices).any(-1)
+    highest = np.where(np.isnan(matrices), -np.inf, matrices).argmax(-1)  # [H, rows]
+    queries = np.broadcast_to(query_frames, highest.shape)
+    is_later = is_known & (queries > 0)  # frame 0 is its own
+    if not is_later.any():
+        return "frame 0 alone looks"
+    own, first = (highest == queries)[is_later].mean(), (highest == 0)[is_later].mean()
+    return f"{percent(own)} of query frames look most at themselves, {percent(first)} at frame 0"
 
 
 @st.styled
@@ -806,7 +859,7 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
     st.label_places(left.yaxis, range(H))
     st.color_bar(figure, image, [left, right], st.LABELS["mass"], mass)
     right.barh(np.arange(H), mass.sum(1), color=st.PROMPT, height=0.8, linewidth=0)
-    right.set(xlabel="Whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5), xticks=[0, 1])
+    right.set(xlabel="Whole prompt (share of 1)", xlim=(0, 1), ylim=(H - 0.5, -0.5), xticks=[0, 1])
     right.grid(False, axis="y")
     mean = mass.mean(0)
     title = (
@@ -826,7 +879,7 @@ def rope_bands(
     ratios = [1, max(1.2, bands / 9)]
     figure, (above, below) = st.panels(2, 1, (7.0, 1.2 + 0.1 * bands), sharex=True, height_ratios=ratios)
     above.bar(np.arange(F), values.sum(-1), width=0.8, color=st.MEASURED, alpha=0.75, linewidth=0)
-    above.set_ylabel("Sum")
+    above.set_ylabel("Sum (logits)")
     legend = _finish_profile(above, values.sum(-1), np.empty(0), caption)
     image = st.heat_map(below, values.T, **st.color_scale(values, "mean_logit"))
     st.label_places(below.yaxis, names, points=st.TINY)
@@ -836,7 +889,7 @@ def rope_bands(
     below.set_xlim(-0.5, F - 0.5)
     above.tick_params(labelbottom=False)
     most = names[int(np.nanstd(values, 0).argmax())]
-    title = f"Layer {layer}, head {head}: of RoPE's bands, “{most}” makes most of the curve"
+    title = f"Layer {layer}, head {head}: of RoPE's bands, “{most}” varies most over key frames"
     st.label_figure(figure, [below], title, caption.about, legend=legend)
     return figure
 

@@ -21,9 +21,12 @@ def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], title:
     """Draw a row a policy, of frames side by side, uint8 [side, n · side, 3]; above it their times."""
     split = "height (n width) color -> n height width color"
     rows = {name: rearrange(strip, split, n=len(seconds)) for name, strip in strips.items()}
-    figure, axes, shown = st.picture_grid(rows, [f"{second} s" for second in seconds], beside=1.3)
+    beside = 1.3  # inches of the names of rows
+    if st.is_narrow():
+        beside = 0.9
+    figure, axes, shown = st.picture_grid(rows, [f"{second} s" for second in seconds], beside)
     for axis, name in zip(axes[:: len(shown)], strips, strict=True):
-        axis.set_ylabel(st.wrapped(name, st.SMALL, 1.2), rotation=0, ha="right", va="center")
+        axis.set_ylabel(st.wrapped(name, st.SMALL, beside - 0.1), rotation=0, ha="right", va="center")
     st.label_figure(figure, [], title, subtitle, note=NAMES_NOTE)
     return figure
 
@@ -135,7 +138,14 @@ def drift_over_time(
         f"{label}: from {ends[most][0]:.2f} in the first ten seconds to {ends[most][1]:.2f} in the last with "
     )
     title += f"{most}, from {ends[policies[0]][0]:.2f} to {ends[policies[0]][1]:.2f} with {policies[0]}"
-    st.label_figure(figure, axes[-1:], title, subtitle, x="Second of the video", note=NAMES_NOTE)
+    st.label_figure(
+        figure,
+        axes[-1:],
+        title,
+        subtitle,
+        x="Second of the video",
+        note=f"colours: mean of all videos; {NAMES_NOTE}",
+    )
     return figure
 
 
@@ -160,13 +170,14 @@ def sink_maps(
         st.label_places(axis.yaxis, windows)
         axis.set_title(f"{name}: {SINKS.get(name, '')}".rstrip(": "))
         row, column = divmod(int(np.nanargmax(values)), len(sinks))
-        best.append(f"{name} is best with a window of {windows[row]} and a sink of {sinks[column]} frames")
-        best[-1] += f" ({percent(values[row, column])})"
+        where = SINKS.get(name, name).removeprefix("the sink ")
+        best.append(f"window {windows[row]} with sink {sinks[column]} ({percent(values[row, column])})")
+        best[-1] += f" if the sink {where}"
     bar = st.color_bar(figure, image, axes, label)
     bar.formatter = FuncFormatter(lambda share, _: percent(share))
     bar.update_ticks()
     st.label_figure(
-        figure, axes, "; ".join(best), subtitle, "Window (latent frames)", x="Sink (latent frames)"
+        figure, axes, f"Best: {'; '.join(best)}", subtitle, "Window (latent frames)", x="Sink (latent frames)"
     )
     return figure
 

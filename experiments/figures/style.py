@@ -245,7 +245,18 @@ def lay_out(figure: Figure) -> bool:
     layout = figure.get_layout_engine()
     assert isinstance(layout, ConstrainedLayoutEngine)
     layout.execute(figure)
-    # 1. A figure with panels too low grows, and its titles keep their inches
+    # 1. Panels of a fixed shape leave room below the titles: the figure shrinks by it
+    panels = panels_of(figure)
+    if panels and all(axis.get_aspect() != "auto" for axis in panels) and _size[1] is None:
+        height = figure.get_figheight()
+        title = (1 - layout.get()["rect"][3]) * height
+        highest = max(axis.get_tightbbox().y1 for axis in panels) / figure.dpi  # type: ignore[union-attr]
+        room = height - title - highest - 0.06
+        if room > 0.05:
+            figure.set_figheight(height - room)
+            layout.set(rect=(0, 0, 1, 1 - title / figure.get_figheight()))
+            layout.execute(figure)
+    # 2. A figure with panels too low grows, and its titles keep their inches
     charts = [axis for axis in panels_of(figure) if axis.get_gid() != PICTURE]
     widths, heights = np.array([axis.get_position().size for axis in charts]).reshape(-1, 2).T
     widths, heights = widths * figure.get_figwidth(), heights * figure.get_figheight()
@@ -257,7 +268,7 @@ def lay_out(figure: Figure) -> bool:
         layout.set(rect=(0, 0, 1, 1 - title / figure.get_figheight()))
         layout.execute(figure)
     figure.set_layout_engine(None)  # unlike "none", which has matplotlib draw the figure twice to save it
-    # 2. A label of all panels stands in their middle, not in that of the figure or of the first
+    # 3. A label of all panels stands in their middle, not in that of the figure or of the first
     around = Bbox.union([axis.get_position() for axis in panels_of(figure)])
     beside = figure._supylabel  # type: ignore[attr-defined]
     if beside is not None:
@@ -486,12 +497,24 @@ def plain(text: str) -> str:
 
 
 def wrapped(text: str, points: float, inches: float) -> str:
-    """Break lines so that they are about so wide at most; "t = 1000" and "of 1)" stay on one line."""
+    """Break text into as few lines as fit, equally long; "t = 1000" and "of 1)" stay on one line."""
     text = plain(text)
     # A letter of Arial is about 0.59 of its height wide; 72 points are an inch
     letters = max(8, int(inches * 72 / (0.59 * points)))
     lines = text.replace(" = ", "\u00a0=\u00a0").replace("of 1)", "of\u00a01)").split("\n")
-    return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in lines)
+    return "\n".join(_balanced(line, letters) for line in lines)
+
+
+def _balanced(line: str, letters: int) -> str:
+    """Break a line at so many letters, then at fewer, as long as no line is added: no word stands alone."""
+    parts = textwrap.wrap(line, letters, break_long_words=False)
+    if len(parts) < 2:
+        return line
+    for shorter in range(math.ceil(len(line) / len(parts)), letters):
+        balanced = textwrap.wrap(line, shorter, break_long_words=False)
+        if len(balanced) == len(parts):
+            return "\n".join(balanced)
+    return "\n".join(parts)
 
 
 class ShortNumbers(ScalarFormatter):
@@ -653,7 +676,7 @@ def _set_legend(figure: Figure, entries: Sequence[Artist], note: str) -> float:
         title_fontsize=SMALL,
         frameon=False,
         borderpad=0.1,
-        borderaxespad=0.1,
+        borderaxespad=0.4,  # of the letters: the legend begins below the title's first letter
     )
     lines = math.ceil(len(entries) / columns)
     if note:
@@ -692,6 +715,8 @@ def show_picture(axis: Axes, pixels: np.ndarray) -> None:
     axis.grid(False)
     for spine in axis.spines.values():
         spine.set_visible(False)
+    # A picture may be as white as the page: half of this line is outside of it
+    axis.patch.set(edgecolor="0.8", linewidth=1, joinstyle="round")  # few bytes in an SVG
 
 
 def picture_grid(

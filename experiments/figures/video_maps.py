@@ -14,6 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from PIL import Image
 
 import experiments.figures.style as st
+from experiments.analysis.stats import percent
 from experiments.analysis.video_maps import Place, VideoMap
 from experiments.caches import files, mp4
 from experiments.caches.formats import FORMATS
@@ -105,7 +106,7 @@ def video_map(seen: VideoMap, pictures: Sequence[np.ndarray], *, alpha=ALPHA) ->
         _mark(axis, seen, frame, (height, width))
         title = str(frame)
         if frame in queried:
-            title += " (query)"
+            title += "\u00a0(query)"
         axis.set_title(title, fontsize=st.SMALL, pad=3)
     _finish(figure, axes, seen.title, seen.about, scale, [seen])
     return figure
@@ -136,7 +137,9 @@ def map_strip(
     for n, axis in enumerate(axes):
         frame = columns[shown[n % len(shown)]]
         _mark(axis, maps[n // len(shown)], frame, pictures[0].shape[:2])
-    title = f"Where {len(maps)} heads look: L{first.layer} H{first.head} {first.reading}"
+    title = f"L{first.layer} H{first.head} {first.reading}"
+    if len(maps) > 1:
+        title += "; below, other heads"
     _finish(figure, axes, title, first.about, scale, maps)
     return figure
 
@@ -158,6 +161,8 @@ def map_rows(
     count for the scale, and it is framed.
     """
     queries = queries or {}
+    if not queries:
+        title += f": {_half_covers(rows)}"
     scales = {name: own_scale(values, queries.get(name), frames) for name, values in rows.items()}
     painted = {}
     for name, values in rows.items():
@@ -181,6 +186,20 @@ def map_rows(
         legend["query"] = Patch(label="the patch that looks", **QUERY)
     st.label_figure(figure, [], title, subtitle, legend=legend)
     return figure
+
+
+def _half_covers(rows: Mapping[str, np.ndarray]) -> str:
+    """Say on how many patches, the brightest, half of the attention to each word is."""
+    text = "half of the attention"
+    for name, values in rows.items():
+        ordered = np.sort(values[np.isfinite(values)])[::-1]
+        patches = 1 + int(np.searchsorted(ordered.cumsum(), 0.5 * ordered.sum()))
+        share = percent(patches / max(1, len(ordered)))
+        if text.endswith("attention"):
+            text += f" to {name} is on {share} of the patches"
+        else:
+            text += f", to {name} on {share}"
+    return text
 
 
 word_strip = map_rows  # its older name

@@ -354,7 +354,7 @@ def test_titles_say_what_the_numbers_are():
     }
     title = title_of(figures.budget_shares(budgets, ABOUT))
     assert "At 15 frames a head, equal windows bring 70 % of" in title
-    assert "the best of 2 rules that prefer some heads, random, 60 %" in title
+    assert "the best of 2 rules that favour some heads brings 60 % (random)" in title
     effects = {"causal": np.full((2, 3), -1.0), "base": np.array([[0.5, np.nan, 0.5]])}
     title = title_of(figures.effect_by_model(effects))
     assert title == "Mean first-frame effect of all heads: −1.00 logits in causal, 0.50 in base"
@@ -378,7 +378,7 @@ def test_titles_of_heads_are_computed_from_their_curves():
     one, other = np.array([0.0, 3.0, 1.0, 0.0]), np.array([5.0, 3.0, 1.0, 0.0])
     caption = Caption("mean_logit", "a pass", {"own block (noise)": (2, 3)})
     panels = [HeadPanel(f"L1H{n}", 1, n, curve, None) for n, curve in enumerate((one, other))]
-    assert title_of(figures.head_curves(panels, caption)) == "Highest: L1H0 on frame 1, L1H1 on frame 0"
+    assert title_of(figures.head_curves(panels, caption)) == "L1H0 is highest on frame 1, L1H1 on frame 0"
     grid = figures.head_grid(np.stack([one, other, one[::-1]]), "abc", caption, layer=1)
     expected = "Layer 1: 1 of 3 heads are highest in frame 0, 1 in the own block; scales differ"
     assert title_of(grid) == expected
@@ -396,4 +396,4 @@ def test_titles_of_heads_are_computed_from_their_curves():
     assert "heads read “circle” most, with 20 % of their mass; the whole prompt gets 30 %" in title_of(words)
     curves = np.stack([one, one + 1])
     sweep = title_of(figures.sweep_curves({"L1H0": curves, "L1H1": curves}, caption, ["eagle", "castle"]))
-    assert sweep.endswith("in two of 2 atlases: r = 1.00 (L1H0), 1.00 (L1H1)")
+    assert sweep == "Over 2 atlases, curves of a head correlate by at least r = 1.00 (L1H0), 1.00 (L1H1)"
