@@ -507,11 +507,11 @@ def wrapped(text: str, points: float, inches: float) -> str:
 
 def _balanced(line: str, letters: int) -> str:
     """Break a line at so many letters, then at fewer, as long as no line is added: no word stands alone."""
-    parts = textwrap.wrap(line, letters, break_long_words=False)
+    parts = textwrap.wrap(line, letters, break_long_words=False, break_on_hyphens=False)
     if len(parts) < 2:
         return line
     for shorter in range(math.ceil(len(line) / len(parts)), letters):
-        balanced = textwrap.wrap(line, shorter, break_long_words=False)
+        balanced = textwrap.wrap(line, shorter, break_long_words=False, break_on_hyphens=False)
         if len(balanced) == len(parts):
             return "\n".join(balanced)
     return "\n".join(parts)
