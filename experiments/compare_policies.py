@@ -24,6 +24,7 @@ def run(argv=None):
     flag(
         "--policies",
         nargs="+",
+        metavar="POLICY",  # with a metavar it is not split at commas
         default=["family"],
         help="NAME,FIELD=VALUE,..., YAMLs, or family: published settings",
     )

@@ -71,7 +71,7 @@ def model_names() -> list[str]:
 def load_with_paths(path: str | Path, values: Mapping[str, Any], find: Callable[[str], str]) -> RunConfig:
     """Load a config as with_paths() does; messages about missing weights name the command for this config."""
     config = with_paths(load_config(path, dict(values)), find)
-    command = download_command(Path(path).stem, config)
+    command = download_command(Path(path).stem, Path(config.ckpt_dir), config.release)
     for file in (config.ckpt_dir, config.checkpoint_path, *(each.path for each in config.loras)):
         if file:
             DOWNLOADS[str(Path(file))] = command
@@ -89,13 +89,12 @@ def with_paths(config: RunConfig, find: Callable[[str], str]) -> RunConfig:
     return replace(config, **changes)
 
 
-def download_command(name: str, config: RunConfig) -> str:
-    """Return the command that downloads the weights of a config; name is its file's without .yaml."""
-    model = Path(config.ckpt_dir)
-    if config.release is None and model.name.startswith("Wan2"):  # base weights alone
+def download_command(name: str, model: Path, release: Mapping[str, object] | None) -> str:
+    """Return the command that downloads the weights of a config, by its name and fields."""
+    if release is None and model.name.startswith("Wan2"):  # base weights alone
         return shlex.join(["hf", "download", f"Wan-AI/{model.name}", "--local-dir", str(model)])
     words = [DOWNLOAD_HINT]
-    if config.release and name != NAMES[0] and isfile(HOME / "configs" / f"{name}.yaml"):
+    if release and name != NAMES[0] and isfile(HOME / "configs" / f"{name}.yaml"):
         words.append(name)
     folder = model.parent.parent
     if model.is_absolute() and model.parent.name == "wan_models" and folder != HOME:

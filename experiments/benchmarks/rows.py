@@ -86,7 +86,8 @@ def run(argv=None):
     groups |= {"pipeline": pipeline, "pipeline_words": pipeline_words}
     groups |= {"transformers": transformers, "notebooks": notebooks}
     parser = row_parser(__doc__, groups, default=["plain", "logits", "mass"])
-    parser.add_argument("--policies", nargs="+", default=[], help="more rows, as --cache_policy takes them")
+    more = "more rows, as --cache_policy takes them"
+    parser.add_argument("--policies", nargs="+", metavar="POLICY", default=[], help=more)
     args = parser.parse_args(argv)
     time_groups(args, [groups[name] for name in args.what])
 

@@ -7,8 +7,10 @@ BlockCapture.read("last:3", step=0).missing(Path("outputs/long.attention"), num_
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ from wan.policies import policy_of
 class LatentBlocks:
     """Latents of a long rollout: FOLDER/block_00000.safetensors and so on.
 
-    Each holds "latents" [n, C, h, w] and, as metadata, the fingerprint of its run, its number and the SHA-256
-    of the numbers.
+    Each holds "latents" [n, C, h, w] and, as metadata, the fingerprint of its run, its number, the SHA-256
+    of the numbers and the settings of its run.
     """
 
     folder: Path
@@ -40,6 +42,7 @@ class LatentBlocks:
     sizes: Sequence[int]  # frames of each block
     frame_shape: tuple[int, int, int]  # C, h, w
     dtype: torch.dtype
+    settings: Mapping[str, Any] = field(default_factory=dict)  # that change numbers, by name
 
     def path(self, block: int) -> Path:
         return latents_path(self.folder, block)
@@ -48,6 +51,7 @@ class LatentBlocks:
         """Write a block [n, C, h, w], and wait until the disk has it."""
         latents = latents.to("cpu", self.dtype).contiguous()
         metadata = {"fingerprint": self.fingerprint, "block": str(block), "sha256": sha256_of(latents)}
+        metadata["settings"] = json.dumps(self.settings, default=str)
         with files.replacing(self.path(block)) as file:
             file.write(safetensors_bytes({"latents": latents}, metadata))
 
@@ -86,6 +90,20 @@ class LatentBlocks:
         """
         is_whole = [self.read(block) is not None for block in range(len(self.sizes))]
         return [*is_whole, False].index(False)
+
+
+def require_same_settings(folder: Path, settings: Mapping[str, Any], remedy: str) -> None:
+    """Raise CacheError where the first block in a folder was made with other settings, before any load."""
+    wanted = json.loads(json.dumps(settings, default=str))
+    for path in sorted(folder.glob("block_*.safetensors"))[:1]:
+        held = dict[str, Any]()  # of a damaged block, or of an older version
+        with suppress(SafetensorError, OSError, ValueError), safe_open(path, "pt") as file:
+            held = dict(json.loads((file.metadata() or {}).get("settings", "{}")))
+        for name, value in held.items():
+            if name in wanted and wanted[name] != value:
+                texts = [errors.short_repr(value), errors.short_repr(wanted[name])]
+                message = f"it has {name} {texts[0]}, this command has {name} {texts[1]}"
+                raise files.CacheError(f"{folder} belongs to another run: {message}; {remedy}")
 
 
 def latents_path(folder: Path, block: int) -> Path:

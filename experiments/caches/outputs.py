@@ -48,12 +48,12 @@ class Contents:
     def __str__(self) -> str:
         if self.about:
             return f"the {self.kind} of {self.about}"
-        return f"a {self.kind}"
+        return with_article(self.kind)
 
     def lost(self, new: "Contents") -> str:
         """Return what a new file in its place would lose, in words; "" for nothing."""
         if self.kind != new.kind:
-            return f"is a {self.kind}, not a {new.kind}"
+            return f"is {with_article(self.kind)}, not {with_article(new.kind)}"
         for name, value in self.facts.items():
             other = new.facts.get(name)
             if value is not None and other is not None and value != other:
@@ -67,6 +67,13 @@ class Contents:
         if missing:
             return f"has {' and '.join(missing)}, which the new file would lack"
         return ""
+
+
+def with_article(noun: str) -> str:
+    """Return "an atlas cache", "a layer cache"."""
+    if noun[0] in "aeiou":
+        return f"an {noun}"
+    return f"a {noun}"
 
 
 def numbers_in_words(values: list[Any]) -> str:
@@ -111,7 +118,7 @@ def require_replaceable(
         return old or Contents("file of another kind")
     if old is None:
         raise files.CacheError(
-            f"{path} is there, and no {new.kind} of this program, or changed since; {CHOICE}"
+            f"{path} exists, and this program did not write it, or it changed since; {CHOICE}"
         )
     loss = old.lost(new)
     if loss:

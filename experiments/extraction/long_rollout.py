@@ -19,7 +19,13 @@ from torch import Tensor
 
 from experiments import progress, provenance
 from experiments.caches import mp4
-from experiments.caches.blocks import BlockCapture, LatentBlocks, latents_path, path_of
+from experiments.caches.blocks import (
+    BlockCapture,
+    LatentBlocks,
+    latents_path,
+    path_of,
+    require_same_settings,
+)
 from experiments.caches.files import (
     CacheError,
     RunError,
@@ -188,6 +194,8 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
         for folder in (place.latents, place.attention):
             for part in folder.glob(".block_*.part"):
                 part.unlink()
+        settings = provenance.number_settings(config)
+        require_same_settings(place.latents, settings, REMEDY)
         # 2. Sizes, before anything is loaded
         model = read_model_config(config.ckpt_dir)
         dtype = provenance.choose_dtype(config.dtype, provenance.choose_device(config.device, config.offload))
@@ -203,7 +211,14 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
             session = load(config).prepare(observer=watch, replays=True, decodes=True)
             run = provenance.fingerprint(session.identity(config))
             video.comment = f"{run} unfinished"
-            latents = LatentBlocks(place.latents, run, config.block_sizes, frame_shape, session.dtype)
+            latents = LatentBlocks(
+                folder=place.latents,
+                fingerprint=run,
+                sizes=config.block_sizes,
+                frame_shape=frame_shape,
+                dtype=session.dtype,
+                settings=settings,
+            )
             # 4. The video
             start = time.monotonic()
             with session.edited(config):

@@ -73,7 +73,7 @@ def test_only_a_file_of_this_program_is_replaced_unless_it_is_asked_for(suffix, 
     write(tmp_path / f"empty{suffix}")  # holds nothing
     for content in (b"precious", b"\x89PNG\r\n\x1a\n", b"<svg></svg>", b"%PDF-1.4", b"PK\x03\x04"):
         path.write_bytes(content)
-        with pytest.raises(CacheError, match=r"is there, and no .* of this program.*--overwrite"):
+        with pytest.raises(CacheError, match=r"exists, and this program did not write it.*--overwrite"):
             write(path)
         assert path.read_bytes() == content
     write(path, overwrite=True)
@@ -86,16 +86,16 @@ def test_somebody_elses_video_figure_and_weights_are_not_ours(tmp_path):
     plain = Figure()
     for kind in ("svg", "pdf", "png"):
         plain.savefig(tmp_path / f"a.{kind}")
-        with pytest.raises(CacheError, match="is there, and no"):
+        with pytest.raises(CacheError, match="exists, and this program did not write it"):
             figure().savefig(tmp_path / f"a.{kind}")
         figure().savefig(tmp_path / f"a.{kind}", overwrite=True)
         figure().savefig(tmp_path / f"a.{kind}")
     command = [require_ffmpeg(), "-v", "error", "-f", "lavfi", "-i", "color=size=64x64:duration=1"]
     subprocess.run([*command, "-metadata", "comment=a holiday", str(tmp_path / "a.mp4")], check=True)
-    with pytest.raises(CacheError, match="no video of this program"):
+    with pytest.raises(CacheError, match="exists, and this program did not write it"):
         write_mp4(FILM, tmp_path / "a.mp4")
     torch.save({"generator_ema": {"a": torch.ones(2)}}, tmp_path / "weights.pt")
-    with pytest.raises(CacheError, match="no atlas cache of this program"):
+    with pytest.raises(CacheError, match="exists, and this program did not write it"):
         save_cache(tmp_path / "weights.pt", ATLAS())
 
 
@@ -105,7 +105,7 @@ def test_a_figure_or_page_that_was_changed_by_hand_stays(kind, tmp_path):
     WRITERS[f".{kind}"](path)
     content = path.read_bytes()
     path.write_bytes(content.replace(b"</svg>", b"<!-- mine --></svg>") + b"\n<!-- mine -->")
-    with pytest.raises(CacheError, match="or changed since"):
+    with pytest.raises(CacheError, match="or it changed since"):
         WRITERS[f".{kind}"](path)
     if kind == "svg":  # as version 2.0 wrote it: a checksum, and no mark
         older = FigureFolder(tmp_path / "older", {})
@@ -123,7 +123,7 @@ LOST = {
     "SHA-256 of weights 0+, not 1+": (ATLAS(), ATLAS() | {"weights_sha256": "1" * 64}),
     "weights checkpoint, not base": (ATLAS(), ATLAS() | {"weights": "base", "weights_sha256": None}),
     "LoRA none, not a.pt:1": (ATLAS(), ATLAS() | {"weights_file": "self_forcing.pt + a.pt:1"}),
-    "is a atlas cache, not a layer cache": (ATLAS(), synthetic_caches.layer()),
+    "is an atlas cache, not a layer cache": (ATLAS(), synthetic_caches.layer()),
     "layers 5 ": (FIGURE4(), FIGURE4(layers=(1,))),
     "fields attn_logits": (FIGURE4(), FIGURE4(granularity="key")),
     "fields key_curve ": (FIGURE4(granularity="key"), FIGURE4(granularity="frame")),
@@ -189,18 +189,18 @@ def test_a_script_refuses_before_the_rollout(short, tiny, tmp_path, capfd):
     notes = tmp_path / "README.md"
     notes.write_text("mine")
     (tmp_path / "notes.pt").write_text("mine")
-    for script, kind in ((run_extraction_each, "layer"), (run_extraction_figure4, "figure4")):
-        refused(script, [*short, tmp_path / "notes.pt"], capfd, f"no {kind} cache of this program")
+    for script in (run_extraction_each, run_extraction_figure4):
+        refused(script, [*short, tmp_path / "notes.pt"], capfd, "notes.pt exists, and this program did not")
     video = tmp_path / "mine.mp4"
     video.write_text("mine")
     flags = [*short, tmp_path / "a.pt", "--save_video", video]
-    refused(run_extraction_all, flags, capfd, "mine.mp4 is there, and no video of this program")
+    refused(run_extraction_all, flags, capfd, "mine.mp4 exists, and this program did not write it")
     log = [*short, tmp_path / "a.pt", "--log_file", notes]
     refused(run_extraction_all, log, capfd, "README.md cannot be written: .*no log of this program")
     growing = tmp_path / "a.growing.mp4"
     growing.write_text("mine")
     flags = [*short, tmp_path / "a.pt", "--save_video", tmp_path / "a.mp4"]
-    refused(run_extraction_all, flags, capfd, "a.growing.mp4 is there, and no video of this program")
+    refused(run_extraction_all, flags, capfd, "a.growing.mp4 exists, and this program did not write it")
     assert {path.read_text() for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"mine"}
 
 
@@ -217,7 +217,7 @@ def test_a_script_names_what_would_be_lost_and_says_what_it_replaced(tiny, tmp_p
         refused(
             run_extraction_all, [*short, "3", "--cross", "--key_curve"], capfd, r"has frames 3\.\.5, which"
         )
-        refused(run_extraction_each, [*short, "6"], capfd, "is a atlas cache, not a layer cache")
+        refused(run_extraction_each, [*short, "6"], capfd, "is an atlas cache, not a layer cache")
     assert path.read_bytes() == before
     run_extraction_all.run([*short, "6", "--key_curve", "--cross", "--seed", "7"])
     assert "it replaced the atlas cache of 'a red circle moving right" in capfd.readouterr().out
@@ -231,18 +231,28 @@ def test_tables_reports_and_trained_weights_need_overwrite(tmp_path, capfd, monk
     csv.write_text("my,heads")
     save_cache(tmp_path / "atlas.pt", ATLAS())
     command = [tmp_path / "atlas.pt", "--rule", "forcing_kv", "--output_path", csv]
-    refused(make_head_classes, command, capfd, "heads.csv is there, and no table of this program")
+    refused(make_head_classes, command, capfd, "heads.csv exists, and this program did not write it")
     make_head_classes.run([*map(str, command), "--overwrite"])
     report = tmp_path / "report.json"
     report.write_text(json.dumps({"mine": 1}))
-    refused(evaluate_mini, ["--output_path", report], capfd, "report.json is there, and no report")
+    refused(
+        evaluate_mini,
+        ["--output_path", report],
+        capfd,
+        "report.json exists, and this program did not write it",
+    )
     drawing = tmp_path / "mine.svg"
     drawing.write_text("<svg/>")
     flags = ["--config_path", "configs/wan_mini.yaml", "--reference", PUBLISHED, "--output_path", drawing]
-    refused(check_model, flags, capfd, "mine.svg is there, and no svg file of this program|holds mean_logit")
+    refused(check_model, flags, capfd, "mine.svg exists, and this program did not write it|holds mean_logit")
     page = tmp_path / "page.html"
     page.write_text("mine")
-    refused(layer_page, [PUBLISHED, "--output_path", page], capfd, "page.html is there, and no html file")
+    refused(
+        layer_page,
+        [PUBLISHED, "--output_path", page],
+        capfd,
+        "page.html exists, and this program did not write it",
+    )
     refused(layer_page, [PUBLISHED, "--output_path", tmp_path / "page.png"], capfd, "does not end in .html")
     shutil.copytree(ROOT / "checkpoints/wan-mini/vae", tmp_path / "vae")
     refused(train_mini, ["--stage", "vae", "--output_dir", tmp_path], capfd, "vae is there; .*--overwrite")

@@ -22,7 +22,7 @@ from experiments.extraction import video
 from experiments.extraction.long_rollout import LongVideo, make_long_video
 from experiments.progress import Progress
 from experiments.provenance import fingerprint
-from experiments.session import pipeline_of
+from experiments.session import Session, pipeline_of
 from wan.errors import ConfigError
 from wan.vae import VAE
 
@@ -344,7 +344,7 @@ def test_blocks_are_missing_unless_they_are_this_runs(tmp_path):
         BlockCapture("all").missing(tmp_path, 4, "another")
 
 
-def test_only_what_a_run_wrote_is_gone_on_with_and_what_cannot_be_is_refused(tmp_path, tiny):
+def test_only_what_a_run_wrote_is_gone_on_with_and_what_cannot_be_is_refused(tmp_path, tiny, monkeypatch):
     path, rolling = tmp_path / "a.mp4", tmp_path / "rolling.yaml"
     flags = ["--num_frames", "3", "--quiet", "--output_path", str(path), "--config_path"]
     path.write_bytes(b"mine")
@@ -353,8 +353,12 @@ def test_only_what_a_run_wrote_is_gone_on_with_and_what_cannot_be_is_refused(tmp
     assert path.read_bytes() == b"mine"
     run_rollout.run([*flags, tiny.path, "--overwrite"])
     assert count_frames(path) == 9
-    with pytest.raises(CacheError, match=r"belongs to another run.* choose another --output_path"):
+    other = f"it has seed {tiny.config.seed}, this command has seed 3; choose another --output_path"
+    with monkeypatch.context() as patch, pytest.raises(CacheError, match=f"belongs to another run: {other}"):
+        patch.setattr(Session, "prepare", lambda *_, **__: pytest.fail("loaded"))
         run_rollout.run([*flags, tiny.path, "--seed", "3"])
+    with pytest.raises(CacheError, match=r"this command has cache_policy \{'name': 'window', 'window': 3\}"):
+        run_rollout.run([*flags, tiny.path, "--cache_policy", "window,window=3"])
 
     def refused(message):
         before = path.read_bytes()

@@ -180,7 +180,7 @@ def test_no_published_attention(tiny_longlive2):
     from argparse import Namespace
 
     with pytest.raises(ConfigError, match="no published curves exist for tiny-longlive2"):
-        check(Namespace(reference=None, frames=21), tiny_longlive2.config)
+        check(Namespace(reference=None, frames=21, config_path="a.yaml"), tiny_longlive2.config)
 
 
 def test_another_vae_is_refused_by_shape(tiny_longlive2, tiny, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments import compare_policies
 from experiments.caches.blocks import read_blocks
 from experiments.caches.files import CacheError
 from experiments.studies import policy_comparison
@@ -104,3 +105,15 @@ def test_policies_that_share_a_file_or_have_none_are_refused(tiny, tmp_path, mon
         compare(tiny, tmp_path / "out", policies=[*map(str, paths[:2])], videos=1)
     with pytest.raises(CacheError, match="cannot be written: File name too long"):
         compare(tiny, tmp_path / "out", policies=[str(paths[2])], videos=1)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("window,window=9,snk=3", "unknown key 'snk'; did you mean sink"),
+        ("window,9,3", "'window,9,3' has '9', no FIELD=VALUE"),
+    ],
+)
+def test_a_policy_of_the_command_line_stays_whole(word, said):
+    with pytest.raises(ConfigError, match=said):
+        compare_policies.run(["--policies", "full", word, "--num_frames", "12"])
