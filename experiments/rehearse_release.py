@@ -58,6 +58,8 @@ def commands(folder: Path) -> list[tuple[list[str], int]]:
 def runs(command: list[str], expected: int) -> bool:
     """Run a command and print it; return whether it ended as expected."""
     print(f"\n$ {shlex.join(command)}", flush=True)
+    if expected:
+        print(f"(expected: an error line, and exit code {expected})", flush=True)
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if code != expected:
         print(f"it ended with {code}, not with {expected}", flush=True)

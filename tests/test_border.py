@@ -209,6 +209,8 @@ def test_a_flag_that_is_none_names_the_nearest(capsys):
     (["--cache_policy", "window,window=9,window=6"], "has window twice"),
     (["--prompt_schedule", "none.yaml"], "is no YAML file of one list `prompts`, each with frame"),
     (["--prompts", "none.txt", "--output_dir", "x"], "No such file or directory; write a prompt a line"),
+    (["--seeds", "1", "2", "--output_path", "a.pt"], "a sweep needs --output_dir, a folder, in place of"),
+    (["--seeds", "1", "2", "--output_dir", "x", "--save_video", "a.mp4"], "give --save_video without a PATH"),
     (["--interventions", "none.yaml"], "No such file or directory; write - {edit: knockout, frames: first"),
     (["--ckpt_dir", "none"], "download_weights.sh; or --config_path configs/wan_mini.yaml, whose weights"),
     (["--config_path", "longlive", "--ckpt_dir", "none"],

@@ -148,6 +148,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("prompt", "negative_prompt", "prompts", "prompt_schedule", "prompt_embeds", "first_frames"),
         *("num_frames", "independent_first_frame", "size", "seed", "seeds", "noise", "cache_policy"),
         *("interventions", "policies", "stage", "random_weights", "parameter"),
+        *("video", "maps", "compare"),
     ),
     WHAT_TO_CAPTURE: (),
     WHERE: (
@@ -156,7 +157,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     HOW: (
         *("device", "gpu_id", "gpus", "dtype", "vae_dtype", "offload", "t5_cpu", "deterministic"),
-        *("workers", "scheduler", "slurm", "quiet", "repeats", "graphs", "jobs", "debug", "help"),
+        *("workers", "scheduler", "slurm", "quiet", "repeats", "graphs", "jobs", "max_mb"),
+        *("debug", "help"),
     ),
 }
 MOST_LINES = 60  # of --help; what does not fit is in --help-all
@@ -422,7 +424,8 @@ def run_parser(
     flag("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir")
     add_config_flags(parser, "checkpoint_path")
     parser.exclude("no_checkpoint", "checkpoint_path")
-    flag("--output_path", type=output_file(suffixes), default=output_path, help="where the cache goes")
+    what = {".mp4": "video", ".svg": "figure", ".csv": "table"}.get(suffixes[0], "cache")
+    flag("--output_path", type=output_file(suffixes), default=output_path, help=f"where the {what} goes")
     add_config_flags(parser, "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
     flag("--size", metavar="HEIGHTxWIDTH", help="of the video in pixels, in whole patches")
     add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds", "first_frames")
@@ -625,10 +628,10 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
     Raises ConfigError for flags and files that do not fit.
     """
     # 1. Where everything goes
-    if not args.output_dir or args.save_video:
-        raise errors.ConfigError(
-            "a sweep needs --output_dir, for caches and videos: no --save_video with a PATH"
-        )
+    if not args.output_dir:
+        raise errors.ConfigError("a sweep needs --output_dir, a folder, in place of --output_path")
+    if args.save_video:
+        raise errors.ConfigError("a sweep has a video for each cache: give --save_video without a PATH")
     # 2. A folder for each checkpoint, named as its file; None is the base weights
     folder = Path(args.output_dir)
     folders: dict[str | None, Path] = {config.checkpoint_path: folder}

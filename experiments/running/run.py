@@ -107,7 +107,10 @@ def place_of(path: str, cache: Mapping[str, Any], overwrite: bool) -> tuple[str,
 
 
 def notebook_command(caches: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the command that draws a run's caches: their notebook, with its parameter."""
+    """Return the command that draws a run's caches: their notebook, with its parameters.
+
+    The executed notebook and the folder of its figures have the cache's name: another cache replaces neither.
+    """
     path, cache = next(iter(caches.items()))
     notebook, root = FORMATS[cache["format"]].notebook, ""
     if not Path.cwd().samefile(ROOT):
@@ -116,8 +119,10 @@ def notebook_command(caches: Mapping[str, Mapping[str, Any]]) -> str:
         folder = str(Path(path).parent)
         return shlex.join(["bash", f"{root}experiments/run_notebooks.sh", notebook, folder, "all"])
     from_notebooks = os.path.join("..", store.from_root(path))  # an absolute path stays
-    words = ["papermill", "--cwd", f"{root}notebooks", f"{root}notebooks/{notebook}", f"outputs/{notebook}"]
-    return f"mkdir -p outputs && {shlex.join([*words, '-p', 'CACHE_PATH', from_notebooks])}"
+    name = f"{Path(notebook).stem}_{Path(path).stem}"
+    words = ["papermill", "--cwd", f"{root}notebooks", f"{root}notebooks/{notebook}", f"outputs/{name}.ipynb"]
+    words += ["-p", "SAVE_DIR", name, "-p", "CACHE_PATH", from_notebooks]
+    return f"mkdir -p outputs && {shlex.join(words)}"
 
 
 @contextmanager

@@ -18,6 +18,13 @@ from wan.blocks import block_frames
 from wan.config import RunConfig
 
 SINK, NEIGHBOUR, DUMMY = range(3)  # as in wan/headwise.py
+CLASS_NAMES = {  # rule -> class -> its name
+    "forcing_kv": taxonomy.LOCALITY,
+    "dummy": {SINK: "sink", NEIGHBOUR: "neighbour", DUMMY: "dummy"},
+    "pyramid": taxonomy.KINDS,
+    "mass": {1: "most mass on older frames", 0: "other"},
+    "effect": {1: "largest effect", 0: "other"},
+}
 
 
 def classes_of(
@@ -141,4 +148,5 @@ def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
     with files.replacing(output) as file:
         np.savetxt(file, classes, "%d", ",")
     counts = zip(*np.unique(classes, return_counts=True), strict=True)
-    print(f"{output}: {', '.join(f'{n} of class {label}' for label, n in counts)}")
+    names = CLASS_NAMES[args.rule]
+    print(f"{output}: {', '.join(f'{n} of class {label} ({names[label]})' for label, n in counts)}")

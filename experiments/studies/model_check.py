@@ -34,10 +34,10 @@ PUBLISHED = ("Wan2.1-T2V-1.3B",)  # models of which attention is published
 WITHOUT_WEIGHTS = f"get it, {DOWNLOAD_HINT}; or rehearse without it, python experiments/rehearse_release.py"
 VERDICTS = ("attends alike", "differs like another prompt", "wrong")
 # Seen above ALIKE, too, on the miniature
-FALSE_PASSES = "3 of 4 videos of another seed and 23 of 96 of faulty models"
+FALSE_PASSES = "3 of 4 videos of another seed and 23 of 96 videos of faulty models"
 MEANING = {  # {} is what was compared with
-    "attends alike": f"its heads attend as in {{}}. So did {FALSE_PASSES}: this says neither that the video "
-    "is the same nor that nothing is wrong (docs/real_model.md)",
+    "attends alike": f"its heads attend as in {{}}. In tests on the miniature {FALSE_PASSES} got this "
+    "verdict too. So another seed or a small fault is not excluded (docs/real_model.md)",
     "differs like another prompt": "its heads are like those of {} under another noise or prompt",
     "wrong": "its heads are not those of {}; docs/real_model.md says what to look at",
 }

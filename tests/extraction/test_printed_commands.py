@@ -17,12 +17,13 @@ SHELL = {  # of each command that begins with bash, the caches that it writes an
     "bash experiments/extract_attention.sh ./Wan2.1-T2V-1.3B 7 cache --num_frames 9 --num_steps 2": (
         ["cache/layer7.pt"],
         "mkdir -p outputs && papermill --cwd notebooks notebooks/extract_all_attention.ipynb "
-        "outputs/extract_all_attention.ipynb -p CACHE_PATH ../cache/layer7.pt",
+        "outputs/extract_all_attention_layer7.ipynb -p SAVE_DIR extract_all_attention_layer7 "
+        "-p CACHE_PATH ../cache/layer7.pt",
     ),
     "bash experiments/extract_figure4.sh wan_mini 0 4 --granularity frame --output_path 'cache/my own.pt'": (
         ["cache/my own.pt"],
-        "mkdir -p outputs && papermill --cwd notebooks notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb "
-        "-p CACHE_PATH '../cache/my own.pt'",
+        "mkdir -p outputs && papermill --cwd notebooks notebooks/plt_fig4.ipynb "
+        "'outputs/plt_fig4_my own.ipynb' -p SAVE_DIR 'plt_fig4_my own' -p CACHE_PATH '../cache/my own.pt'",
     ),
     "bash experiments/extract_all_layers.sh configs/wan_mini.yaml cache/layers --quiet": (
         [f"cache/layers/layer{layer}.pt" for layer in range(8)],

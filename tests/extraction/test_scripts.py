@@ -212,7 +212,7 @@ def test_the_miniature_agrees_with_itself_and_its_base_weights_do_not(tmp_path, 
     flags = [*ON_CPU, "--reference", str(atlas), "--output_path", str(figure)]
     check_model.run(flags)
     said = capsys.readouterr().out
-    assert "wan-mini attends alike: its heads attend as in atlas. So did 3 of 4" in said
+    assert "wan-mini attends alike: its heads attend as in atlas. In tests on the miniature 3 of 4" in said
     assert "published" not in said
     assert len(said.split("atlas\n")[-1].splitlines()) >= 10
     assert "All heads, ordered" in figure.read_text()
@@ -249,11 +249,16 @@ def test_the_borders_of_a_models_check_separate_what_was_measured():
     for name, row in (report["published"] | report["wan-mini"]).items():
         for begins, verdict in said.items():
             assert not name.startswith(begins) or {*row["verdicts"]} == {verdict}, name
+    # How many of the first row of faults in docs/real_model.md are wrong, of all that it names
+    row = ("heads", "layers shifted", "base", "random", "no ", "RoPE off", "RoPE of base 1,000,000")
+    both = [*report["published"].items(), *report["wan-mini"].items()]
+    videos = sum(entry["videos"] for name, entry in both if name.startswith(row))
+    assert f"{videos} of {videos} wrong" in (ROOT / "docs/real_model.md").read_text()
     # How many pass that should not, as the verdict says
     passes = {name: row["verdicts"].get("attends alike", 0) for name, row in report["wan-mini"].items()}
     faults = {*passes} - {"another prompt", "another seed", "the same in bfloat16"}
     videos = sum(report["wan-mini"][name]["videos"] for name in faults)
-    faulty = f"{sum(passes[name] for name in faults)} of {videos} of faulty models"
+    faulty = f"{sum(passes[name] for name in faults)} of {videos} videos of faulty models"
     assert f"{passes['another seed']} of 4 videos of another seed and {faulty}" == model_check.FALSE_PASSES
 
 

@@ -27,7 +27,7 @@ from helpers.forked import exit_code, forked, stopping_after
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments import run_extraction_each, run_notebooks
+from experiments import rehearse_release, run_extraction_each, run_notebooks
 from experiments.analysis import published
 from experiments.caches import load_cache
 from experiments.running import cli
@@ -170,6 +170,15 @@ def help_of(name: str, flag: str, capsys) -> str:
         import_module(f"experiments.{name}").run([flag])
     assert not ended.value.code
     return capsys.readouterr().out
+
+
+def test_help_says_what_a_script_writes_and_reads(capsys):
+    for name, what in (("run_rollout", "video"), ("check_model", "figure"), ("make_head_classes", "table")):
+        assert f"where the {what} goes" in help_of(name, "--help", capsys)
+    page = help_of("layer_page", "--help", capsys)
+    assert "what to capture" not in page and page.index("--compare") < page.index("where it goes")
+    example = help_of("run_intervention", "--help", capsys).splitlines()[-1]
+    assert (ROOT / example.split()[-1]).is_file()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -488,6 +497,13 @@ def test_weights_are_copied_from_a_folder_and_replace_no_other_file(clone, tmp_p
     assert (here / "checkpoints/self_forcing_dmd.pt").read_bytes() == b"mine"
     done = download(1, clone, "--yes", "--from", str(tmp_path / "none"), str(here))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_the_rehearsal_marks_an_error_that_it_expects(capfd):
+    assert rehearse_release.runs([sys.executable, "-c", "raise SystemExit(2)"], 2)
+    assert "(expected: an error line, and exit code 2)" in capfd.readouterr().out
+    assert rehearse_release.runs([sys.executable, "-c", ""], 0)
+    assert "expected" not in capfd.readouterr().out
 
 
 def test_the_rehearsal_names_the_weights_of_the_vae_as_the_release_does():

@@ -31,7 +31,7 @@ def test_every_head_has_a_class_and_dummy_heads_have_the_least_mass_on_the_past(
             head_classes.classes_of("dummy", atlas, **more)
 
 
-def test_heads_of_the_largest_effect_are_those_of_a_causal_atlas(tmp_path):
+def test_heads_of_the_largest_effect_are_those_of_a_causal_atlas(tmp_path, capsys):
     effects = torch.arange(12.0).view(1, 3, 4, 1).repeat(2, 1, 1, 6)
     effects[..., :3] = torch.nan  # block 0 has no past
     cache = synthetic_caches.causal_atlas(6, range(3), 4) | {"effects": effects}
@@ -46,6 +46,7 @@ def test_heads_of_the_largest_effect_are_those_of_a_causal_atlas(tmp_path):
     save_cache(path, cache, overwrite=True)
     make_head_classes.run([str(path), "--rule", "effect", "--num", "3", "--output_path", str(output)])
     assert output.read_text() == "0,0,0,0\n0,0,0,0\n0,1,1,1\n"
+    assert "9 of class 0 (other), 3 of class 1 (largest effect)" in capsys.readouterr().out
     assert make_policy("per_head", file=str(output), policies={"0": {"name": "full"}, "1": {"name": "full"}})
     with pytest.raises(CacheError, match="a causal atlas of every head: make it by"):
         head_classes.classes_of("effect", cache | {"each": "layer"})
