@@ -381,7 +381,7 @@ def test_on_the_video(maps, tmp_path):
     [
         ("on_the_video", {"CACHE_PATH": "none.pt"}, "run: python experiments/run_extraction_maps.py"),
         ("on_the_video", {"HEADS": [[0, 1]]}, "layer 0 is not in this cache; it has 1"),
-        ("on_the_video", {"VIDEO": "none.mp4"}, "none.mp4 not found"),
+        ("on_the_video", {"VIDEO": "none.mp4"}, "none.mp4 is not there"),
         ("on_the_video", {"HEADS": "effects"}, 'HEADS must be "effect" or a list of (layer, head), not'),
         ("plt_fig4", {"CACHE_PATH": "none.pt"}, "run: python experiments/run_extraction_figure4.py"),
         ("plot_figure4", {}, "is a cache of format maps"),
