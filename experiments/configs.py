@@ -91,7 +91,7 @@ def with_paths(config: RunConfig, find: Callable[[str], str]) -> RunConfig:
 
 def download_command(name: str, model: Path, release: Mapping[str, object] | None) -> str:
     """Return the command that downloads the weights of a config, by its name and fields."""
-    if release is None and model.name.startswith("Wan2"):  # base weights alone
+    if release is None and model.name.endswith("-Diffusers"):  # base weights, in the layout of diffusers
         return shlex.join(["hf", "download", f"Wan-AI/{model.name}", "--local-dir", str(model)])
     words = [DOWNLOAD_HINT]
     if release and name != NAMES[0] and isfile(HOME / "configs" / f"{name}.yaml"):

@@ -13,6 +13,7 @@ from experiments.analysis.sweeps import open_sweep
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.store import open_layers, remedy
+from experiments.configs import download_command
 from experiments.figures.html_page import save_page
 from experiments.figures.video_maps import video_of
 
@@ -131,6 +132,19 @@ def test_a_command_names_paths_from_the_root(tmp_path, monkeypatch):
         "run_causal_atlas.py --config_path configs/wan_mini.yaml --output_dir cache/causal_atlas"
     )
     assert remedy(tmp_path / "a b.pt").endswith(f"--output_path '{tmp_path}/a b.pt'")
+
+
+def test_a_config_of_an_own_folder_is_downloaded_into_it(tmp_path):
+    """As the rehearsal's, which has no release of its own."""
+    command = download_command("rehearsal", tmp_path / "wan_models/Wan2.1-T2V-1.3B", None)
+    assert command == f"bash experiments/download_weights.sh {tmp_path}"
+
+
+def test_a_video_that_is_not_there_has_no_command_that_replaces_the_cache(tmp_path):
+    save_cache(tmp_path / "a.pt", synthetic_caches.figure4())
+    said = r"^none.mp4 is not there: leave the video out \(--video\), or name an mp4$"
+    with pytest.raises(CacheError, match=said):
+        save_page(tmp_path / "page.html", tmp_path / "a.pt", video="none.mp4")
 
 
 # Where messages have such a command: remedy() and the situations above; the others install or download
