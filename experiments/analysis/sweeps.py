@@ -83,10 +83,10 @@ def sweep_maps(measures: Measures) -> list[HeadMap]:
         log_ratio = np.log10(np.where(ratio > 0, ratio, np.nan))  # 0 where mean and spread are alike
         maps += [
             HeadMap(f"{name}_mean", f"{title}, mean", "logits", "diverging", mean),
-            HeadMap(f"{name}_spread", "Spread over atlases", "logits", "sequential", spread),
+            HeadMap(f"{name}_spread", f"{title}, spread", "logits", "sequential", spread),
             HeadMap(
                 f"{name}_stability",
-                "|mean| / spread",
+                f"{title}, |mean| / spread",
                 "log₁₀; red: above 1",
                 "diverging",
                 log_ratio,
@@ -100,10 +100,11 @@ def sweep_title(measures: Measures) -> str:
     counts = []
     for name, values in measures.items():
         stable = int((stability(values) > 1).sum())
-        counts.append(f"{stable} ({MEASURES[name]})")
+        title = MEASURES[name]
+        counts.append(f"{stable} keep their {title[0].lower()}{title[1:]}")
     atlases, *shape = next(iter(measures.values())).shape
-    title = f"Heads, of {np.prod(shape)}, whose mean is above their spread over {atlases} atlases"
-    return f"{title}: {', '.join(counts)}"
+    kept = " and ".join(counts)
+    return f"Of {np.prod(shape)} heads {kept}: its mean exceeds its spread over {atlases} atlases"
 
 
 def sweep_rows(measures: Measures) -> list[dict[str, Any]]:

@@ -238,7 +238,7 @@ def test_titles_count_heads():
         "Heads that prefer frame 0 by over 2 logits: 3 by first − middle, 2 by first-frame effect s"
     )
     sweep = {"effect": np.array([[[1.0, 0.1]], [[1.2, -0.3]]])}
-    expected = "Heads, of 2, whose mean is above their spread over 2 atlases: 1 (First-frame effect s)"
+    expected = "Of 2 heads 1 keep their first-frame effect s: its mean exceeds its spread over 2 atlases"
     assert sweeps.sweep_title(sweep) == expected
     differs = [None, np.array([True, False, True]), np.array([False, False, True])]
     kinds = [
