@@ -163,7 +163,7 @@ def session_of(config, weights="0"):
     sha256, asked = Future(), []
     sha256.set_result(weights)
     found = SimpleNamespace(sha256=sha256, asked=asked, device=torch.device("cpu"), model_config=SIZES)
-    found.files_now = lambda *given: None
+    found.kind, found.files_now = sessions.Session.kind, lambda *given: None
     found.live_weights, found.are_changed = lambda: None, lambda live: False
     found.identity = lambda *given, **more: sessions.Session.identity(found, *given, **more)
     found.rollout = lambda one: asked.append((one.prompt, one.seed)) or torch.zeros(1)
