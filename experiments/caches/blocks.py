@@ -99,11 +99,12 @@ def require_same_settings(folder: Path, settings: Mapping[str, Any], remedy: str
         held = dict[str, Any]()  # of a damaged block, or of an older version
         with suppress(SafetensorError, OSError, ValueError), safe_open(path, "pt") as file:
             held = dict(json.loads((file.metadata() or {}).get("settings", "{}")))
-        for name, value in held.items():
-            if name in wanted and wanted[name] != value:
-                texts = [errors.short_repr(value), errors.short_repr(wanted[name])]
-                message = f"it has {name} {texts[0]}, this command has {name} {texts[1]}"
-                raise files.CacheError(f"{folder} belongs to another run: {message}; {remedy}")
+        others = [name for name, value in held.items() if name in wanted and wanted[name] != value]
+        if others:
+            theirs = ", ".join(f"{name} {errors.short_repr(held[name])}" for name in others)
+            ours = ", ".join(f"{name} {errors.short_repr(wanted[name])}" for name in others)
+            message = f"it has {theirs}, this command has {ours}"
+            raise files.CacheError(f"{folder} belongs to another run: {message}; {remedy}")
 
 
 def latents_path(folder: Path, block: int) -> Path:

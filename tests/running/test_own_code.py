@@ -113,7 +113,7 @@ def test_the_pages_blocks_run_and_show_what_they_say(page, elsewhere, monkeypatc
                 file = f"{page} {hash(part)}"  # nnsight reads the source of its blocks
                 linecache.cache[file] = len(part), None, part.splitlines(keepends=True), file
                 exec(compile(part, file, "exec"), names)
-    assert shown == {"own_code": 12, "recipes": 15, "miniature": 1}[page]
+    assert shown == {"own_code": 13, "recipes": 15, "miniature": 1}[page]
     if page == "recipes":
         assert len(blocks) == 13 and all(block.count("\n") <= 12 for block in blocks)
         assert Path("ablated.mp4").stat().st_size > 1000

@@ -95,7 +95,7 @@ function drawPins() {
   );
   const pinned = isPinned();
   $("pin").textContent = pinned ? "Unpin" : "Pin";
-  $("pin").title = "two pinned heads are shown side by side (key p)";
+  $("pin").title = "two pinned heads are shown side by side, with their difference (key p)";
   $("pin").disabled = !pinned && state.pins.length === 2;
 }
 
