@@ -1,4 +1,5 @@
-# Sourced by the shell scripts: goes to the root, and takes the packages of the active environment, or makes .venv there, once.
+# Sourced by the shell scripts: goes to the root, and takes the packages of the active environment,
+# or makes .venv there, once.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 run_script() {  # NAME WORDS...: a script of experiments/, in the folder where the command was typed
     local root=$PWD script="$1"
