@@ -10,7 +10,7 @@ model.forward = torch.compile(model.forward) replaces its forward. Nothing here 
 takes seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -33,6 +33,22 @@ def plain(module: Any) -> Any:
     return module
 
 
+def modules_of(model: nn.Module, without: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """Return a model's modules, wrappers among them, in any order; not those of some parts of it.
+
+    Every forward that is watched asks for them, and nn.Module.modules() takes twice as long.
+    """
+    modules, waiting = list[nn.Module](), [model]
+    seen: set[nn.Module | None] = {None, *without}  # a part that a model does without is None
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            modules.append(module)
+            waiting += vars(module)["_modules"].values()
+    return modules
+
+
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model with their paths, as if nothing in it were compiled."""
     for path, module in model.named_modules():
@@ -42,15 +58,15 @@ def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def compiled_parts(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     """Yield where a model is compiled: a module in it, the attribute, and what it was before."""
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if vars(module).get(CALL) is not None:
+    for module in modules_of(model):
+        attributes = vars(module)
+        if attributes.get(CALL) is not None:
             yield module, CALL, None
-        if is_wrapper(module):
-            inside = vars(module)["_modules"][INSIDE]
-            if forward is not inside:
-                yield module, "forward", inside
-        elif hasattr(forward, ORIGINAL):
+        inside = attributes["_modules"].get(INSIDE)
+        forward = attributes.get("forward")
+        if inside is not None and forward is not inside:
+            yield module, "forward", inside
+        elif inside is None and forward is not None and hasattr(forward, ORIGINAL):
             yield module, "forward", getattr(forward, ORIGINAL)
 
 

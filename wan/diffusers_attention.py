@@ -70,6 +70,7 @@ class Caller:
     site: sites.Site | None  # None for blocks that run before the layers
     module: nn.Module
     num_heads: int = 1
+    is_wanted: bool = False  # by a capture, an edit or another watcher
     has_image_keys: bool = False
     has_called: bool = False
     normed_rows: int = 0  # queries that its norm returned; which of them are compared, and their norms
@@ -98,7 +99,8 @@ def calling(
     site: sites.Site | None, module: nn.Module, num_heads: int, given: Any = None
 ) -> Iterator[Caller]:
     """Say that an attention module, given hidden states, calls while the context lasts."""
-    before, caller = CALLER.get(), Caller(site, module, num_heads, given=given)
+    is_wanted = _is_wanted_now(FORWARD.get(), site)
+    before, caller = CALLER.get(), Caller(site, module, num_heads, is_wanted=is_wanted, given=given)
     CALLER.set(caller)
     try:
         yield caller
@@ -111,6 +113,32 @@ def is_looked_at() -> bool:
     return FORWARD.get() is not None and bool(sites.watchers() or sites.observer() is not None)
 
 
+# The sites that watchers see of an attention call, by its kind
+SHOWN: dict[str, tuple[str, ...]] = {
+    "self": ("q", "k", "q_rot", "k_rot", "v", "z"),
+    "cross": ("cross_q", "cross_k", "cross_v", "cross_z"),
+}
+
+
+def _is_wanted_now(forward: Forward | None, site: sites.Site | None) -> bool:
+    """Return whether calls of a site's module are captured in a pass of a forward, or shown to a watcher."""
+    if forward is None or site is None:
+        return False
+    if sites.is_shown(site.kind, *SHOWN[site.kind]):
+        return True
+    by = sites.observer()
+    if by is None:
+        return False
+    captured = [site]
+    if site.kind == "cross":  # the module makes the calls of image tokens, too
+        captured.append(replace(site, kind="cross_image"))
+    for at, _ in forward.parts:
+        with sites.during(at):
+            if any(by.wants(each) for each in captured):
+                return True
+    return False
+
+
 def expect_image_call() -> None:
     """Note that the keys of image tokens are made: processors make them right before their call."""
     caller = CALLER.get()
@@ -121,7 +149,7 @@ def expect_image_call() -> None:
 def note_norms(normed: Any) -> None:
     """Note the norms of queries [B, L, H·D], [B, L, H, D] or [B, H, L, D] that a module's norm returned."""
     caller = CALLER.get()
-    if caller is None or not is_looked_at() or not isinstance(normed, Tensor):
+    if caller is None or not caller.is_wanted or not isinstance(normed, Tensor):
         return
     if normed.ndim == 3:
         normed = normed.unflatten(-1, (caller.num_heads, -1))
@@ -133,7 +161,7 @@ def note_norms(normed: Any) -> None:
         caller.sample = diffusers_frames.sampled_rows(normed.shape[1], normed.device)
         _, index = caller.sample
         if index is not None:
-            normed = normed[:, index]
+            normed = normed.index_select(1, index)
     caller.norms = diffusers_frames.norms_of(normed.detach())
 
 
@@ -146,8 +174,9 @@ def note_projected(x: Any) -> None:
     Rows of others, as of text, may have been put behind them. Most processors hand on the same tensor.
     """
     caller, forward = CALLER.get(), FORWARD.get()
-    if caller is None or caller.site is None or caller.given is x or forward is None or not is_looked_at():
+    if caller is None or caller.given is x or not caller.is_wanted:
         return
+    assert forward is not None and caller.site is not None
     given = caller.given
     if not isinstance(given, Tensor) or given.device != x.device or given.ndim != 3 or x.ndim != 3:
         return
@@ -216,7 +245,7 @@ def show(
 
 
 # --- The attention call itself
-_signature_of = lru_cache(maxsize=8)(inspect.signature)  # of dispatch_attention_fn, for every call
+signature_of = lru_cache(maxsize=64)(inspect.signature)  # of dispatch_attention_fn, for every call
 
 
 def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -226,9 +255,9 @@ def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
         return original(*args, **kwargs)
     caller.has_called = True
     is_reached = IS_EXPERIMENT.get() and (caller.site is None or caller.site.kind == "self")
-    if not is_reached and (caller.site is None or not is_looked_at()):
+    if not is_reached and not caller.is_wanted:
         return original(*args, **kwargs)
-    bound = _signature_of(original).bind(*args, **kwargs)
+    bound = signature_of(original).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments, parallel, site = bound.arguments, PARALLEL.get(), caller.site
     if parallel is None and arguments["parallel_config"] is not None:
@@ -244,8 +273,6 @@ def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
         assert forward is not None and site is not None
         return _attend(forward, caller, site, original, arguments)
     # 2. Of several GPUs each has some tokens of all heads: here it has all tokens of some heads.
-    if not is_reached and not _is_wanted_here(forward, site):
-        return original(*args, **kwargs)
     length, shard = arguments["query"].shape[1], parallel.shard(arguments["query"].shape[2])
     arguments = shard.whole_call(arguments)
     if is_reached:
@@ -253,20 +280,6 @@ def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
     assert forward is not None and site is not None
     out = _attend(forward, caller, replace(site, shard=shard), original, arguments)
     return shard.with_all_heads(out, length)
-
-
-def _is_wanted_here(forward: Forward | None, site: sites.Site | None) -> bool:
-    """Return whether a call of a site is captured in a pass of a forward, or may be edited."""
-    if forward is None or site is None:
-        return False
-    if sites.active_edits():
-        return True
-    by = sites.observer()
-    for at, _ in forward.parts:
-        with sites.during(at):
-            if by is not None and by.wants(site):
-                return True
-    return False
 
 
 def tokens_around(
@@ -433,7 +446,7 @@ def compare_queries(
         return
     seen = q[:, start:stop]
     if index is not None:
-        seen = q[:, index[sampled] + shift]
+        seen = q.index_select(1, index[sampled] + shift)
     normed, sent = norms[:, sampled], diffusers_frames.norms_of(seen.detach())
     if normed.shape != sent.shape:
         raise _permuted(site, caller.module)

@@ -16,7 +16,7 @@ import re
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,9 +48,9 @@ from wan.sites import (
     watchers,
 )
 
-SITES_HERE: tuple[str, ...] = ("q", "k", "q_rot", "k_rot", "v", "z")
-SITES_HERE += ("cross_q", "cross_k", "cross_v", "cross_z", "attn_out", "cross_out", "mlp_out", "resid_post")
-OF_HEADS_HERE = {"self", "cross", *SITES_HERE[:10]}
+OF_CALLS = (*attention.SHOWN["self"], *attention.SHOWN["cross"])
+SITES_HERE = (*OF_CALLS, "attn_out", "cross_out", "mlp_out", "resid_post")
+OF_HEADS_HERE = {"self", "cross", *OF_CALLS}
 TURNING = ("Move", "Jitter", "Band")  # edits that turn q and k as Wan's RoPE does
 
 
@@ -222,8 +222,7 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
         watched.attention = [module for _, module in callers if hasattr(module, "processor")]
         watched.places = _places.setdefault(transformer, {})
         if layers:
-            of_layers = {part for block in (*layers, *early) for part in block.modules()}
-            watched.resting = [part for part in _attention_in(transformer) if part not in of_layers]
+            watched.resting = _attention_in(transformer, without=[*layers, *early])
         for site, module in callers:
             if site is not None:
                 _replace_dispatch(site, module, transformer, stack)
@@ -321,8 +320,9 @@ def _attention_of(family: diffusers_frames.Family, layers: Sequence[nn.Module]) 
     ]
 
 
-def _attention_in(model: nn.Module) -> list[Any]:
-    return [part for _, part in compiled.plain_modules(model) if hasattr(part, "processor")]
+def _attention_in(model: nn.Module, without: Collection[nn.Module] = ()) -> list[Any]:
+    parts = compiled.modules_of(model, without)
+    return [part for part in parts if not compiled.is_wrapper(part) and hasattr(part, "processor")]
 
 
 def _attention_by_names(transformer: nn.Module) -> Callers:
@@ -556,7 +556,7 @@ def _require_of_heads(edits: Sequence[Any], title: str) -> None:
 
 def arguments_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a forward's arguments by the names of its class, whatever wraps the model's own forward."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    names = list(attention.signature_of(type(model).forward).parameters)[1:]
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
@@ -732,8 +732,8 @@ def loaded(
 def without_caches(model: nn.Module) -> Iterator[None]:
     """Let hooks of diffusers that keep a state, as caches do, neither act nor see calls in this context."""
     silenced = []
-    for _, part in compiled.plain_modules(model):
-        registry = getattr(part, "_diffusers_hook", None)
+    for part in compiled.modules_of(model):
+        registry = vars(part).get("_diffusers_hook")
         if registry is None:
             continue
         for name, functions in zip(registry._hook_order, registry._fn_refs, strict=True):

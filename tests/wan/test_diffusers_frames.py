@@ -256,6 +256,10 @@ def test_a_processor_that_permutes_tokens_is_refused(layer, scale):
     with pytest.raises(ConfigError, match="frames"), capture_diffusers(model, granularity="frame") as calls:
         run(model, given)
     assert not calls
+    if layer == 1:  # nobody asks for it; of layer 0 the experiment takes its queries
+        with capture_diffusers(model, layers=[0], granularity="frame") as calls:
+            run(model, given)
+        assert {call.frames for call in calls} == {"verified"}
 
 
 @pytest.mark.parametrize("rows", [4, 11])
