@@ -6,7 +6,8 @@
 
 A ratio is the median over rounds of a row's seconds over those of the first row of its group, with the 95 %
 interval of that median. By torchrun all processes make each rollout, and the slowest one counts. sha256 is of
-latents and of what was captured. With PYTHONPATH=OTHER these rows time another checkout's code.
+latents and of what was captured. python_seconds is what a loop of Python took between the rounds: short rows
+wait for Python, and a shared core doubles it. With PYTHONPATH=OTHER these rows time another checkout's code.
 """
 
 from __future__ import annotations
@@ -157,7 +158,9 @@ def in_turn(rows: list[Row], repeats: int, warm_ups: int = 1) -> Table:
     # 2. Rounds
     timed = [row for row in rows if "absent" not in table[row.name]]
     seconds: dict[str, list[float]] = {row.name: [] for row in timed}
+    loops = list[float]()
     for number in range(repeats):
+        loops.append(seconds_of(python_loop))
         order = timed if number % 2 == 0 else timed[::-1]  # to and fro: no row always follows the same one
         for row in order:
             seconds[row.name].append(row.seconds())
@@ -173,6 +176,7 @@ def in_turn(rows: list[Row], repeats: int, warm_ups: int = 1) -> Table:
             "ratio": round(statistics.median(ratios), 4),
             "ratio_interval": [round(low, 4), round(high, 4)],
             "seconds": [round(x, 6) for x in of_row],
+            "python_seconds": round(statistics.median(loops), 4),
         }
     if torchrun.this_rank().is_first:
         for name, facts in table.items():
@@ -194,6 +198,13 @@ def warmed_up(row: Row, warm_ups: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated()
     memory = {"gpu_peak_mib": round((peak - before) / MIB, 1), "used_mib": round(peak / MIB, 1)}
     return memory | {"first_seconds": round(sum(seconds[:1]), 3)} | row.facts()
+
+
+def python_loop() -> None:
+    """Add numbers in Python: 12 ms on a free core of an H200's host, 21 ms where it is shared."""
+    total = 0
+    for number in range(200_000):
+        total += number * number % 7
 
 
 def seconds_of(call: Callable[[], Any]) -> float:

@@ -44,6 +44,7 @@ def test_rows_take_turns_and_ratios_are_of_one_round():
     assert table["b"]["ratio"] == 2.0 and table["a"]["ratio_interval"] == [1.0, 1.0]
     assert table["b"]["ratio_interval"] == [1.5, 3.0] and table["b"]["beside"] == "a"
     assert [table[name]["calls"] for name in "ab"] == [1, 2] and table["a"]["measured"] == "a clock"
+    assert table["a"]["python_seconds"] > 0  # how fast the host was
 
 
 def test_an_interval_of_many_rounds_is_of_their_median():
