@@ -206,7 +206,18 @@ class EncodedPrompt(NamedTuple):
 
 
 NOT_ENCODED = EncodedPrompt(None, [], [])
-Rows = list[tuple[list[int], list[bool]]]  # ids of tokens, and which of them are read
+
+
+class EncoderRow(NamedTuple):
+    """What a text encoder got and made of one text of L tokens."""
+
+    ids: list[int]
+    is_read: list[bool]
+    states: Sequence[Tensor] = ()  # of each layer, [L, COMPARED] of its channels
+
+
+COMPARED = 8  # channels by which an embedding is found among an encoder's states
+Rows = list[EncoderRow]
 # The prompt of each row of embeddings that a pipeline made outside its calls, by the row's hash
 _prompts: weakref.WeakKeyDictionary["DiffusionPipeline", dict[str, EncodedPrompt]] = (
     weakref.WeakKeyDictionary()
@@ -285,26 +296,33 @@ def note_prompts(
 
 @contextmanager
 def noted_rows(pipe: Any, rows: Rows) -> Iterator[None]:
-    """Note the rows that a pipeline's text encoder gets in this context.
-
-    One that reads pictures too is left out: where their tokens go is not known.
-    """
+    """Note the rows that a pipeline's text encoder gets in this context, and what it makes of them."""
     encoder = getattr(pipe, "text_encoder", None)
     tokenizer = getattr(pipe, "tokenizer", None)
     if not isinstance(encoder, nn.Module) or tokenizer is None:
         yield
         return
 
-    def note(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    def note(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], output: Any) -> None:
         arguments = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | dict(kwargs)
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-        if not isinstance(ids, Tensor) or arguments.get("pixel_values") is not None:
+        if not isinstance(ids, Tensor):
             return
         if not isinstance(mask, Tensor):
             mask = ids != tokenizer.pad_token_id
-        rows.extend(zip(ids.tolist(), mask.bool().tolist(), strict=True))
+        values = output
+        if isinstance(output, Mapping):
+            values = output.values()
+        states = list[Tensor]()
+        for value in values:
+            layers = value if isinstance(value, tuple) else (value,)
+            for layer in layers:
+                if isinstance(layer, Tensor) and layer.ndim == 3 and layer.shape[:2] == ids.shape:
+                    states.append(layer[..., :COMPARED].detach().clone())  # a view would hold all of it
+        for number, of_text in enumerate(zip(ids.tolist(), mask.bool().tolist(), strict=True)):
+            rows.append(EncoderRow(*of_text, states=[state[number] for state in states]))
 
-    hook = encoder.register_forward_pre_hook(note, with_kwargs=True)
+    hook = encoder.register_forward_hook(note, with_kwargs=True)
     try:
         yield
     finally:
@@ -316,27 +334,60 @@ def encoded_prompts(
 ) -> dict[str | None, EncodedPrompt]:
     """Return the tokens of prompts, whose rows the text encoder got first, by prompt.
 
-    embeds [B, L, C] have fewer tokens than a row where the pipeline cuts off a template in front.
+    embeds [B, L, C] are what the pipeline took of the encoder's states: it may cut off a template, or put
+    tokens of a picture in front. A prompt is left out where they are none of those states.
     """
     by_prompt = dict[str | None, EncodedPrompt]()
-    for prompt, (ids, is_read) in zip(prompts, rows, strict=False):
+    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=False)):
         if prompt is None:
             continue
         # 1. The tokens of the row, without padding at the end.
-        names = pipe.tokenizer.convert_ids_to_tokens(ids)
+        names = pipe.tokenizer.convert_ids_to_tokens(row.ids)
         if puts_registers(pipe):
-            names = [name for name, reads in zip(names, is_read, strict=True) if reads]
-        elif any(is_read):
-            names = names[: len(names) - is_read[::-1].index(True)]
-        # 2. The prompt's own tokens; the model reads those behind the template in front.
+            names = [name for name, reads in zip(names, row.is_read, strict=True) if reads]
+        elif any(row.is_read):
+            names = names[: len(names) - row.is_read[::-1].index(True)]
+        # 2. The prompt's own tokens.
         ids_alone = pipe.tokenizer(text_of_prompt(pipe, prompt), add_special_tokens=False).input_ids
         place = prompt_words.place_in(names, pipe.tokenizer.convert_ids_to_tokens(ids_alone))
-        of_prompt = [name if number in place else "" for number, name in enumerate(names)]
-        start = 0
-        if embeds is not None and embeds.ndim == 3:
-            start = max(0, len(ids) - embeds.shape[1])
-        by_prompt[prompt] = EncodedPrompt(prompt, names[start:], of_prompt[start:])
+        # 3. Which token of the row the model reads at each place.
+        places: Sequence[int] = range(len(names))
+        if embeds is not None and embeds.ndim == 3 and not puts_registers(pipe):
+            places = places_of(embeds[number * len(embeds) // len(prompts)], row)
+        while places and places[-1] not in range(len(names)):  # padding
+            places = places[:-1]
+        if not places:
+            continue
+        read = [names[n] if n in range(len(names)) else "" for n in places]
+        of_prompt = [names[n] if n in place else "" for n in places]
+        by_prompt[prompt] = EncodedPrompt(prompt, read, of_prompt)
     return by_prompt
+
+
+def places_of(embeds: Tensor, row: EncoderRow) -> Sequence[int]:
+    """Return which token of an encoder's row each of a prompt's embeddings [L, C] is; -1 where it is none.
+
+    A pipeline takes the states of one layer, in pieces. Where it changes them nothing is found, and they are
+    the row's in order if there are as many.
+    """
+    found: Sequence[int] = ()
+    most = 0
+    for states in row.states:
+        is_equal = (embeds[:, None, :COMPARED] == states.to(embeds)).all(-1)  # [L, L of the row]
+        is_of_row = is_equal.any(1)
+        count = int(is_of_row.sum())
+        if count <= most:
+            continue
+        most = count
+        # Equal tokens have equal states in the first layer: the one in the longest piece is meant.
+        length, length_of_row = is_equal.shape
+        shifts = torch.arange(length_of_row, device=embeds.device) + length  # of the piece
+        shifts = shifts - torch.arange(length, device=embeds.device)[:, None]
+        sizes = shifts[is_equal].bincount(minlength=length + length_of_row)
+        found = sizes[shifts].masked_fill(~is_equal, -1).argmax(1).masked_fill(~is_of_row, -1).tolist()
+    if not found and len(embeds) == len(row.ids):
+        return range(len(row.ids))
+    return found
 
 
 def puts_registers(pipe: object) -> bool:

@@ -3,16 +3,21 @@
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 from diffusers.modular_pipelines import WanBlocks
 from PIL import Image
 from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
+    CLIPImageProcessor,
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPVisionConfig,
     LlamaConfig,
     LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     T5Config,
     T5EncoderModel,
 )
@@ -165,29 +170,73 @@ def ltx() -> Pipe:
 TEMPLATE = {"template": "a red square: {}</s>", "crop_start": 4}
 
 
-def hunyuan() -> Pipe:
-    """Behind a template, of which the model does not read the first tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
-    sizes: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 3}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1}
+def _of_hunyuan(tokenizer: Any, text_encoder: Any, **more: Any) -> dict[str, Any]:
+    """The parts of HunyuanVideo's pipelines."""
     model = diffusers.HunyuanVideoTransformer3DModel(
         num_attention_heads=3, attention_head_dim=16, num_layers=1, num_single_layers=1, num_refiner_layers=1,
         in_channels=4, out_channels=4, text_embed_dim=12, pooled_projection_dim=12, rope_axes_dim=(4, 6, 6),
+        **more,
     )  # fmt: skip
     vae = diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4, block_out_channels=(4, 4, 4, 4), layers_per_block=1, norm_num_groups=2
     )
-    pipe = diffusers.HunyuanVideoPipeline(
-        tokenizer=tokenizer,
-        text_encoder=LlamaModel(LlamaConfig(**sizes)).eval(),
-        tokenizer_2=tokenizer,
-        text_encoder_2=CLIPTextModel(CLIPTextConfig(**sizes)).eval(),
-        transformer=model.eval(),
-        vae=vae.eval(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
-    )
+    of_clip = CLIPTextConfig(**_sizes_of_text(tokenizer))
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": text_encoder.eval(),
+        "tokenizer_2": tokenizer,
+        "text_encoder_2": CLIPTextModel(of_clip).eval(),
+        "transformer": model.eval(),
+        "vae": vae.eval(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+    }
+
+
+def _sizes_of_text(tokenizer: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 3, "num_hidden_layers": 2}
+    return sizes | {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1}
+
+
+def hunyuan() -> Pipe:
+    """Behind a template, of which the model does not read the first tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    text_encoder = LlamaModel(LlamaConfig(**_sizes_of_text(tokenizer)))
+    pipe = diffusers.HunyuanVideoPipeline(**_of_hunyuan(tokenizer, text_encoder))
     given = {"prompt": "a circle", "num_frames": 9, "num_inference_steps": 2, "prompt_template": TEMPLATE}
     return _quiet(pipe), SIZES | given | {"height": 32, "width": 48}
+
+
+def hunyuan_image() -> Pipe:
+    """Of an image, whose every fourth token the model reads before the prompt's; its template is cut off."""
+    # 1. The prompt's encoder, which reads the image in 4 x 4 tokens.
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<|end_header_id|>"]})
+    padding, image_token = tokenizer.pad_token_id, tokenizer.convert_tokens_to_ids("<image>")
+    of_images = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 3, "num_hidden_layers": 1}
+    of_text = _sizes_of_text(tokenizer) | {"num_hidden_layers": 3, "pad_token_id": padding}
+    llava = LlavaConfig(
+        vision_config=CLIPVisionConfig(**of_images, image_size=16, patch_size=4),
+        text_config=LlamaConfig(**of_text),
+        image_token_index=image_token,
+        vision_feature_layer=-1,
+        pad_token_id=padding,
+    )
+    parts = _of_hunyuan(tokenizer, LlavaForConditionalGeneration(llava), image_condition_type="token_replace")
+    size = {"height": 16, "width": 16}
+    pipe = diffusers.HunyuanVideoImageToVideoPipeline(
+        **parts, image_processor=CLIPImageProcessor(size=size, crop_size=size)
+    )
+    # 2. A template with the places of the image, and of the headers around the prompt.
+    header = "<|end_header_id|>"
+    template = f"a red{header} <image> square{header} {{}}</s> dark blue{header} a"
+    names = tokenizer.tokenize(template)
+    start = names.index("<image>")
+    places = {"image_emb_len": 16, "image_emb_start": start, "image_emb_end": start + 16}
+    cropped = [place for place, name in enumerate(names) if name == header][1] + 1
+    given = {"prompt_template": {"template": template, "crop_start": cropped} | places}
+    given |= {"prompt": "a circle", "num_frames": 9, "num_inference_steps": 2, "max_sequence_length": 24}
+    given |= {"image": Image.fromarray(np.arange(32 * 48 * 3, dtype=np.uint8).reshape(32, 48, 3))}
+    return _quiet(pipe), given | {"height": 32, "width": 48, "guidance_scale": 1.0, "output_type": "latent"}
 
 
 def hunyuan15() -> Pipe:

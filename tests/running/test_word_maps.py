@@ -239,11 +239,12 @@ class Joint:
     videos: int
     chosen: tuple[int, ...]
     grid: tuple[int, int, int]
-    first: int  # key of the prompt's first token: behind the video's, letters' and a template's
+    first: int  # key of the prompt's first token: behind the video's, an image's, letters', a template's
 
 
 JOINT = [
     Joint("hunyuan", videos=2, chosen=(0, 1, 2, 3), grid=(3, 2, 3), first=18),
+    Joint("hunyuan_image", videos=1, chosen=(0, 1, 2, 3), grid=(3, 2, 3), first=18 + 4),
     Joint("hunyuan15", videos=1, chosen=(0, 1, 4, 5), grid=(3, 2, 2), first=12 + 8 + 2),
 ]
 
@@ -289,8 +290,10 @@ def test_the_prompts_own_tokens_are_found_in_what_the_text_encoder_got(text, cut
         registers = {"video_connector_num_learnable_registers": 8}
     pipe = SimpleNamespace(tokenizer=tokenizer, connectors=SimpleNamespace(config=registers))
     ids = tokenizer(text.format("a red circle")).input_ids
-    row = [tokenizer.pad_token_id] * abs(left) + ids, [False] * abs(left) + [True] * len(ids)
-    embeds = torch.zeros(1, len(row[0]) - cut, 8)
+    ids, is_read = [tokenizer.pad_token_id] * abs(left) + ids, [False] * abs(left) + [True] * len(ids)
+    states = torch.randn(2, len(ids), 8)
+    row = pipeline_calls.EncoderRow(ids, is_read, states=[*states])
+    embeds = states[1:, cut:].bfloat16()
     [encoded] = pipeline_calls.encoded_prompts(pipe, ["a red circle"], [row], embeds).values()
     assert prompt_words.tokens_of_words(encoded.of_prompt, ["red circle"]) == (expected,)
     assert [encoded.tokens[n] for n in expected] == ["▁red", "▁circle"]
