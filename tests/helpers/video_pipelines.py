@@ -18,6 +18,9 @@ from transformers import (
     LlamaModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     T5Config,
     T5EncoderModel,
 )
@@ -268,6 +271,26 @@ def hunyuan15() -> Pipe:
     pipe.vision_num_semantic_tokens, pipe.vision_states_dim = 2, 10
     given = {"prompt": 'a circle, "hi"', "num_frames": 9, "num_inference_steps": 2}
     return _quiet(pipe), given | {"height": 64, "width": 64, "output_type": "latent"}
+
+
+def hunyuan15_image() -> Pipe:
+    """Of an image, whose 2 x 2 tokens stand before those of letters and of the prompt."""
+    of_text, given = hunyuan15()
+    sizes = {"hidden_size": 10, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    of_images = SiglipVisionConfig(**sizes, image_size=8, patch_size=4)
+    names = ("tokenizer_2", "text_encoder_2", "transformer", "guider")
+    pipe = diffusers.HunyuanVideo15ImageToVideoPipeline(
+        **_parts(of_text, "scheduler", *names),
+        image_encoder=SiglipVisionModel(of_images).eval(),
+        feature_extractor=SiglipImageProcessor(size={"height": 8, "width": 8}),
+    )
+    for name in ("system_message", "prompt_template_encode_start_idx"):
+        setattr(pipe, name, getattr(of_text, name))
+    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length = 24, 8
+    pipe.vision_num_semantic_tokens, pipe.vision_states_dim, pipe.target_size = 4, 10, 64
+    image = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
+    del given["height"], given["width"]  # they are the image's
+    return _quiet(pipe), given | {"image": image}
 
 
 def modular(guider: Any = None) -> Pipe:

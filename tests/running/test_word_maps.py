@@ -246,6 +246,7 @@ JOINT = [
     Joint("hunyuan", videos=2, chosen=(0, 1, 2, 3), grid=(3, 2, 3), first=18),
     Joint("hunyuan_image", videos=1, chosen=(0, 1, 2, 3), grid=(3, 2, 3), first=18 + 4),
     Joint("hunyuan15", videos=1, chosen=(0, 1, 4, 5), grid=(3, 2, 2), first=12 + 8 + 2),
+    Joint("hunyuan15_image", videos=1, chosen=(0, 1, 4, 5), grid=(3, 2, 2), first=12 + 4 + 8 + 2),
 ]
 
 
