@@ -137,6 +137,11 @@ def policy_settings(source: Any) -> dict[Any, Any]:
                     settings[key] = str(HOME / str(value))
             return settings
     first, *pairs = name.split(",")
+    if "=" in first:
+        raise errors.ConfigError(
+            f"cache_policy {errors.short_repr(name)} begins with a field; the policy's name comes first, "
+            "as in window,window=9"
+        )
     if not pairs:
         if name in policies.POLICIES:
             return {"name": name}

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -117,6 +118,11 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         layers = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
         if layers and path.name.startswith("layer"):
             others = f"; there is {files.in_words([layer.name for layer in layers])}"
+        names = {cache.name for cache in path.parent.glob("*.pt")}
+        nearest = get_close_matches(path.name, names - {path.name}, 1, cutoff=0.8)  # itself: a broken link
+        has_usual_name = others or path.name in {format.default for format in FORMATS.values()}
+        if nearest and not has_usual_name:
+            raise files.CacheError(f"{path} not found; did you mean {nearest[0]}?")
         raise files.CacheError(f"{path} not found{others}; {remedy(path, expect)}")
     try:
         # 2. Tensors and plain values; files of the forks' scripts hold configuration objects too

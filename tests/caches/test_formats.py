@@ -344,6 +344,8 @@ def test_what_cannot_be_read(tmp_path):
         save_cache(tmp_path / name, synthetic_caches.layer())
     with pytest.raises(CacheError, match=r"layer7.pt not found; there is layer3.pt, layer10.pt; run: "):
         load_cache(tmp_path / "layer7.pt")
+    with pytest.raises(CacheError, match=r"whol.pt not found; did you mean whole.pt\?$"):
+        load_cache(tmp_path / "whol.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:-700])
     (tmp_path / "text.pt").write_text("not a cache")
     (tmp_path / "empty.pt").write_bytes(b"")

@@ -112,6 +112,7 @@ def test_policies_that_share_a_file_or_have_none_are_refused(tiny, tmp_path, mon
     [
         ("window,window=9,snk=3", "unknown key 'snk'; did you mean sink"),
         ("window,9,3", "'window,9,3' has '9', no FIELD=VALUE"),
+        ("window=9,snk=3", "begins with a field; the policy's name comes first, as in window,window=9"),
     ],
 )
 def test_a_policy_of_the_command_line_stays_whole(word, said):

@@ -2,9 +2,19 @@
 
 const FRAMES = { top: 34, gap: 6, label: 15, width: 84, query: 210, alpha: 0.65, least: 0.2, shown: [] };
 
+// The query nearest to the middle of the first frame that has any: a corner shows background
+function middleQuery() {
+  const distances = maps.queries.map(([frame, row, column]) =>
+    frame === maps.queries[0][0] && row >= 0
+      ? Math.hypot(row - (maps.rows - 1) / 2, column - (maps.columns - 1) / 2)
+      : Infinity,
+  );
+  return distances.indexOf(Math.min(...distances));
+}
+
 if (maps) {
-  START.patch = 0;
-  state.patch = 0;
+  START.patch = middleQuery();
+  state.patch = START.patch;
   LINK.patch = [upTo(maps.queries.length), String];
 }
 
