@@ -310,15 +310,11 @@ def noted_rows(pipe: Any, rows: Rows) -> Iterator[None]:
             return
         if not isinstance(mask, Tensor):
             mask = ids != tokenizer.pad_token_id
-        values = output
-        if isinstance(output, Mapping):
-            values = output.values()
-        states = list[Tensor]()
-        for value in values:
-            layers = value if isinstance(value, tuple) else (value,)
-            for layer in layers:
-                if isinstance(layer, Tensor) and layer.ndim == 3 and layer.shape[:2] == ids.shape:
-                    states.append(layer[..., :COMPARED].detach().clone())  # a view would hold all of it
+        states = [
+            layer[..., :COMPARED].detach().clone()  # a view would hold all of it
+            for layer in tensors_in(output)
+            if layer.ndim == 3 and layer.shape[:2] == ids.shape
+        ]
         for number, of_text in enumerate(zip(ids.tolist(), mask.bool().tolist(), strict=True)):
             rows.append(EncoderRow(*of_text, states=[state[number] for state in states]))
 
@@ -327,6 +323,18 @@ def noted_rows(pipe: Any, rows: Rows) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def tensors_in(output: object) -> Iterator[Tensor]:
+    """Yield the tensors of a module's output: of its fields, and of each layer."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from tensors_in(value)
 
 
 def encoded_prompts(
