@@ -81,8 +81,8 @@ def as_session(x: Any) -> Any:
     if pipeline_session.is_pipeline(x):
         return pipeline_session.session_of(x)
     problem = (
-        f"{type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model; give "
-        "a pipeline that denoises videos by a transformer, such as WanPipeline"
+        f"{type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model; "
+        f"{pipeline_session.GIVE_A_PIPELINE}"
     )
     if isinstance(x, str | Path):
         problem = f"{errors.short_repr(x)} is a name: open it first, session = load({errors.short_repr(x)})"

@@ -362,13 +362,14 @@ def encoded_prompts(
         places: Sequence[int] = range(len(names))
         if embeds is not None and embeds.ndim == 3 and not puts_registers(pipe):
             places = places_of(embeds[number * len(embeds) // len(prompts)], row)
-        while places and places[-1] not in range(len(names)):  # padding
-            places = places[:-1]
-        if not places:
+        by_number = dict(enumerate(names))
+        tokens = [by_number.get(n, "") for n in places]
+        while tokens and not tokens[-1]:  # padding
+            tokens.pop()
+        if not tokens:
             continue
-        read = [names[n] if n in range(len(names)) else "" for n in places]
-        of_prompt = [names[n] if n in place else "" for n in places]
-        by_prompt[prompt] = EncodedPrompt(prompt, read, of_prompt)
+        of_prompt = [token if n in place else "" for n, token in zip(places, tokens, strict=False)]
+        by_prompt[prompt] = EncodedPrompt(prompt, tokens, of_prompt)
     return by_prompt
 
 

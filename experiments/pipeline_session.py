@@ -89,6 +89,7 @@ class OutsideCalls(Container[int]):
         return model in self.session.ids and not self.session.is_calling()
 
 
+GIVE_A_PIPELINE = "give a pipeline that denoises videos by a transformer, such as WanPipeline"
 _sessions: weakref.WeakValueDictionary[int, "PipelineSession"] = weakref.WeakValueDictionary()
 # What a pipeline's weights were when it was first seen
 _loaded: weakref.WeakKeyDictionary[object, identities.LiveWeights] = weakref.WeakKeyDictionary()
@@ -105,7 +106,7 @@ def load_pipeline(x: Any, **settings: Any) -> "PipelineSession":
     if not is_pipeline(x):
         raise errors.ConfigError(
             f"{errors.short_repr(x)} is no name or path of a config, no folder, pipeline or transformer; "
-            "give a pipeline that denoises videos by a transformer, such as WanPipeline"
+            f"{GIVE_A_PIPELINE}"
         )
     for name, value in settings.items():
         if value is not None:

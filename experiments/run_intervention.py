@@ -1,10 +1,10 @@
 """Roll out with and without interventions, from the same noise: what they change, and both videos.
 
-    python experiments/run_intervention.py --config_path wan_mini --interventions configs/edits/forget_past.yaml
-    ls cache/effects.pt cache/effects.mp4
+python experiments/run_intervention.py --config_path wan_mini --interventions configs/edits/forget_past.yaml
+ls cache/effects.pt cache/effects.mp4
 
 docs/interventions.md says what can be edited, and explains the numbers.
-"""  # noqa: E501 - a command stays on one line
+"""
 
 from experiments.running import cli
 from wan.errors import ConfigError

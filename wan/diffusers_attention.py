@@ -245,7 +245,7 @@ def show(
 
 
 # --- The attention call itself
-signature_of = lru_cache(maxsize=64)(inspect.signature)  # of dispatch_attention_fn, for every call
+signature_of = lru_cache(maxsize=64)(inspect.signature)  # every call and forward asks for one
 
 
 def dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:

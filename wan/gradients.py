@@ -437,20 +437,20 @@ class Attribution(Gradients):
         finally:
             handle.remove()
 
-    def _scores(self, at: Pass | None) -> bool:
+    def _is_scored(self, at: Pass | None) -> bool:
         """Return whether a pass is scored; one whose branch nobody tells is of any."""
         if at is not None and self.branch is not None and at.branch not in (None, self.branch):
             return False
         return super().records(at)
 
     def records(self, at: Pass | None) -> bool:
-        return (self.points == 1 or self._runs_again) and self._scores(at)
+        return (self.points == 1 or self._runs_again) and self._is_scored(at)
 
     def hides(self, layer: int, at: Pass | None) -> bool:
-        return self._scores(at)
+        return self._is_scored(at)
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
-        if at is None or site not in self.sites or not self._scores(at):
+        if at is None or site not in self.sites or not self._is_scored(at):
             return False
         return asks_for(self, layer, at)
 
@@ -466,7 +466,7 @@ class Attribution(Gradients):
         # The plain pass, whose activations are the run's own; behind it the passes that are recorded.
         if self.wants(where.site, where.layer, where.at):
             self._own[where] = x.detach().clone()
-        if where.site == "x0" and self._scores(where.at):
+        if where.site == "x0" and self._is_scored(where.at):
             self._run_again(x, where)
         return None
 

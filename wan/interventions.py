@@ -325,6 +325,8 @@ class Edit(ABC):
         check_indices("head", self.heads, sizes.num_heads)
         check_indices("block", self.blocks, sizes.num_blocks)
         check_indices("denoising step", self.steps, sizes.num_steps)
+        frames = [frame for frame in self.key_frames or () if isinstance(frame, int)]  # others are names
+        check_indices("frame", frames, sizes.num_frames)
         check_indices("prompt token", getattr(self, "tokens", None), sizes.text_len)
         check_sites(self.sites, sizes)
         if self.passes == "clean" and not sizes.keeps_clean_keys:
@@ -541,7 +543,8 @@ class Bias(KeySelection):
         >>> Bias(-2.0, frames="first", layers=[5], heads=[10])
     """
 
-    b: Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]  # type: ignore[misc]  # of all Knockouts, of each Bias
+    # A Knockout's is one number of the class
+    b: Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]  # type: ignore[misc]
 
 
 @dataclass(frozen=True, repr=False)

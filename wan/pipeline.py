@@ -385,6 +385,7 @@ class CausalInferencePipeline:
             text_len=config.text_len,
             num_steps=len(self.timesteps),
             last_steps=tuple(last_steps),
+            num_frames=num_frames,
             keeps_clean_keys=not self.recompute_context or self.cache_policy.lasting_sink > 0,
             splits_tokens=self.model.head_shard is not None,
         )

@@ -453,6 +453,7 @@ class RolloutSizes:
     text_len: int
     num_steps: int
     last_steps: tuple[int, ...]  # of each block, its last denoising step
+    num_frames: int | None = None  # of the whole video, where it is known
     has_clean_pass: bool = True
     keeps_clean_keys: bool = True  # False: before each block all keys are computed again, without edits
     splits_tokens: bool = False  # over several GPUs

@@ -61,6 +61,7 @@ class TextToVideoPipeline:
                 text_len=config.text_len,
                 num_steps=self.num_steps,
                 last_steps=(self.num_steps - 1,),  # of the one block
+                num_frames=len(frames),
                 has_clean_pass=False,
             )
         )

@@ -201,7 +201,7 @@ def warmed_up(row: Row, warm_ups: int) -> dict[str, Any]:
 
 
 def python_loop() -> None:
-    """Add numbers in Python: 12 ms on a free core of an H200's host, 21 ms where it is shared."""
+    """Add numbers, always as many: the seconds say how fast the host runs Python now."""
     total = 0
     for number in range(200_000):
         total += number * number % 7

@@ -617,7 +617,7 @@ def _sizes(part: Fields, outer: Mapping[str, int]) -> dict[str, int]:
 def _check_shapes(part: Fields, where: str, sizes: dict[str, int]) -> None:
     """Raise CacheError for the first tensor or list of another type or length than is declared."""
     values = part.present
-    for name, declared in declared_fields(type(part)).items():  # type: ignore[arg-type]  # a class is hashable
+    for name, declared in declared_fields(type(part)).items():  # type: ignore[arg-type]  # hashable
         if name not in values or not declared:
             continue
         if not any(_fits(values[name], option, sizes) for option in declared.split(" | ")):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.caches import files
+from experiments.caches.titles import with_article
 from wan.errors import library_writes
 
 MARK = "wan-attention"  # Creator of SVG and PDF, Software of PNG, comment of mp4, generator of HTML
@@ -67,13 +68,6 @@ class Contents:
         if missing:
             return f"has {' and '.join(missing)}, which the new file would lack"
         return ""
-
-
-def with_article(noun: str) -> str:
-    """Return "an atlas cache", "a layer cache"."""
-    if noun[0] in "aeiou":
-        return f"an {noun}"
-    return f"a {noun}"
 
 
 def numbers_in_words(values: list[Any]) -> str:

@@ -120,8 +120,8 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
             others = f"; there is {files.in_words([layer.name for layer in layers])}"
         names = {cache.name for cache in path.parent.glob("*.pt")}
         nearest = get_close_matches(path.name, names - {path.name}, 1, cutoff=0.8)  # itself: a broken link
-        has_usual_name = others or path.name in {format.default for format in FORMATS.values()}
-        if nearest and not has_usual_name:
+        usual_names = {format.default for format in FORMATS.values()}
+        if nearest and not others and path.name not in usual_names:
             raise files.CacheError(f"{path} not found; did you mean {nearest[0]}?")
         raise files.CacheError(f"{path} not found{others}; {remedy(path, expect)}")
     try:

@@ -79,6 +79,13 @@ def _change_in_words(edit: Mapping[str, Any]) -> str:
     return f"{sites or 'activations'} changed by {edit.get('function', kind)}"
 
 
+def with_article(noun: str) -> str:
+    """Return "an atlas cache", "a layer cache"."""
+    if noun[0] in "aeiou":
+        return f"an {noun}"
+    return f"a {noun}"
+
+
 def prompt_in_words(prompt: str | None) -> str:
     """Return a prompt in quotes, on one line."""
     if not prompt:

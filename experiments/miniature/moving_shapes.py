@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches.frames import one_thread
+from experiments.caches.titles import with_article
 
 FPS = 16
 SIDE, FRAMES = 64, 81  # pixels and video frames of a clip
@@ -134,18 +135,14 @@ class Scene:
             name = mover.shape
             if not self.unnamed_color:
                 name = f"{mover.color} {mover.shape}"
-            movers.append(f"{_a(name)} moving {mover.direction}")
+            movers.append(f"{with_article(name)} moving {mover.direction}")
         text = " and ".join(movers)
         if self.wall:
-            text += f" behind {_a(self.wall)} wall"
+            text += f" behind {with_article(self.wall)} wall"
         text += f" over a {self.background} background"
         if self.landmark:
             text += f" with a small {self.landmark.color} {self.landmark.shape} at the {self.landmark.corner}"
         return text
-
-
-def _a(noun: str) -> str:
-    return ("an " if noun[0] in "aeiou" else "a ") + noun
 
 
 def combinations(held_out: bool) -> list[tuple[str, str, str, str]]:

@@ -46,17 +46,17 @@ def gather_any(x, dim, group):
     return whole.movedim(0, dim).to(x.device)
 
 
+def unshard(x, dim, mesh):
+    return gather_any(x, dim, mesh.get_group())
+
+
 def shared(model, group, **options):
     """A model whose tokens the processes of a group share; alone without a group."""
     if group is not None and "nccl" not in dist.get_backend_config(group):
         context_parallel._all_gather_anything = gather_any
-        context_parallel.EquipartitionSharder.unshard = lambda x, dim, mesh: gather_any(
-            x, dim, mesh.get_group()
-        )
-        if model.device.type == "cpu":
-            torch.accelerator.device_count = lambda: (
-                1
-            )  # diffusers divides by the number of GPUs, on a CPU too
+        context_parallel.EquipartitionSharder.unshard = unshard
+        if model.device.type == "cpu":  # diffusers divides by the number of GPUs there, too
+            torch.accelerator.device_count = lambda: 1
     if group is not None:
         options = options or {"ulysses_degree": group.size()}
         model.enable_parallelism(config=ContextParallelConfig(**options))

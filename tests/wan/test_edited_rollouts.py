@@ -103,6 +103,7 @@ def test_the_base_model_is_edited_in_one_branch_and_by_own_keys():
 # --- What is refused before
 
 ERRORS = {
+    "frame 9 is not in 0..8": Knockout(frames=[0, 9], passes="all"),
     "layer 4 is not in 0..3": Ablate("zero", layers=[4], passes="all"),
     "head 3 is not in 0..2": Ablate("zero", heads=[3], passes="all"),
     "prompt token 7 is not in 0..6": Knockout(tokens=[7], passes="all"),
