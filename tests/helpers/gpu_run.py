@@ -1,5 +1,6 @@
 """Run the tests of machines with a GPU, and write docs/benchmarks/gpu_tests.json: bash tests/run.sh --gpu
 
+On N GPUs it is gpu_tests_N_gpus.json.
 Each file has a process of its own: forks are lost to a process that has used CUDA, and an error of CUDA loses
 the GPU to all that follows. Nothing is installed; what a test needs and is not here skips it, with a reason.
 """
@@ -104,7 +105,10 @@ def main() -> int:
     }
     print(json.dumps(found, indent=1))
     if not args.files:
-        (ROOT / OUTPUT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        output = ROOT / OUTPUT
+        if found["gpus"] > 1:  # beside the run of one GPU, which has other tests
+            output = output.with_stem(f"{output.stem}_{found['gpus']}_gpus")
+        output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 1 if failures else 0
 
 
